@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib.util
 import json
 import os
 import sys
@@ -34,7 +35,6 @@ from benchmarks import (
     persist,
     supervised,
     transfers,
-    zero,
 )
 from benchmarks.rivals import running as rivals
 from benchmarks.states import STATES, tiny
@@ -56,6 +56,15 @@ def fixed_cost(base: Path) -> Iterator[Result]:
         None,
     )
     ours.close()
+
+
+def results_of(framework: str, module: str, folder: Path, scale: float) -> Iterator[Result]:
+    """Rows of a framework that lies in an environment of its own, by a module beside this one."""
+    if importlib.util.find_spec(framework) is None:
+        note = f"skipped: not installed; .venv-trainers/bin/python -m benchmarks --only {framework}"
+        yield Result(framework, "all", 0.0, 0.0, 0.0, None, 0, note=note)
+        return
+    yield from importlib.import_module(f"benchmarks.{module}").results(folder, scale)
 
 
 def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
@@ -87,8 +96,9 @@ def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
         yield from persist.results(folder / "persist", scale)
     if not only or only in "trainer":
         yield from hugging_face.results(folder / "trainer", scale)
-    if not only or only in "deepspeed":
-        yield from zero.results(folder / "deepspeed", scale)
+    for framework, module in (("torchtitan", "titan"), ("deepspeed", "zero")):
+        if not only or only in framework:
+            yield from results_of(framework, module, folder / module, scale)
     if not only or only in "lightning":
         yield from lightning.results(folder / "lightning", scale)
     if not only or only in "board":
@@ -124,7 +134,7 @@ def main(
         typer.Option(
             help="Only states whose name contains this"
             " ('128', '20,000', 'tiny', 'replication', 'transfer', 'loop', 'rivals', 'persist',"
-            " 'lightning', 'trainer', 'deepspeed', 'board', 'ddict')."
+            " 'lightning', 'trainer', 'torchtitan', 'deepspeed', 'board', 'ddict')."
         ),
     ] = "",
 ) -> None:

@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
 import torch
 
 from benchmarks.timing import Memcpy, Result, measure, of_peer
+from ml_flashpoint.adapter.deepspeed import DeepSpeedFlashpoint
 
 STATE = "DeepSpeed, ZeRO 1, Adam"
 
@@ -30,12 +34,7 @@ class _Model(torch.nn.Module):
 
 def results(folder: Path, scale: float) -> Iterator[Result]:
     """Rows of the same engine's saves, one after the other."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_PORT="0")
-    import deepspeed  # which looks for a device, and tells of it
-
-    from ml_flashpoint.adapter.deepspeed import DeepSpeedFlashpoint
-
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which would be compiled
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,10 +4,10 @@
 
 Two nodes with two ranks each train a small GPT, sharded by FSDP2, with a checkpoint in memory at every step. The first
 run is undisturbed. In the second one, a rank is killed; later a node is lost: all its processes are killed, its memory
-is deleted, and an empty node takes its place. torchrun starts the ranks again, and they go on from the memory of the
-cluster. In the end, both runs are compared, and every claim is checked: exit code 0 says that all of them hold.
+is deleted, and an empty node takes its place. torchrun restarts the ranks, and they resume from the memory of the
+cluster. In the end, both runs are compared, and every claim is checked: the exit code is 0 if all claims hold.
 
-This machine plays the nodes. Each one is an agent of torchrun, a ``FLASHPOINT_NODE_ID``, and a folder in /dev/shm.
+The nodes are simulated on this machine. Each has its own torchrun, ``FLASHPOINT_NODE_ID`` and folder in /dev/shm.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ TIMEOUT_S = 180.0
 
 
 class GPT(nn.Module):
-    """Map bytes [batch, time] to the logits of each next byte [batch, time, 256]. Its dropout draws random numbers, so
-    that training goes on bit for bit only if they come back."""
+    """Map bytes [batch, time] to the logits of each next byte [batch, time, 256]. Dropout draws random numbers, so
+    training resumes bit for bit only if these are restored, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def train(steps: int, seed: int) -> None:
         step = fp.resume()
         found = fp.last_recovery
         assert found is not None
-        report(event="begin", step=step, source=found.source, seconds=found.total_s, fetched=found.fetched_bytes)
+        report(event="begin", step=step, source=found.source, seconds=found.seconds, fetched=found.fetched_bytes)
         for inputs, targets in itertools.islice(text, steps - step):
             loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             loss.backward()  # type: ignore[no-untyped-call]
@@ -175,14 +175,14 @@ def _digest(tensor: torch.Tensor) -> str:
 
 @dataclass
 class Fault:
-    """What was killed, and how the job went on.
+    """A kill, and the recovery from it.
 
     Attributes:
         victim: ``rank 1`` or ``node-0``.
-        copied: newest step that was copied before, as all ranks knew.
-        gone: whether nothing of the victim was left.
-        begins: what each rank reported when it went on.
-        seconds: from the kill until all ranks had gone on.
+        copied: the newest step that all ranks knew to be copied before the kill.
+        gone: True if nothing of the victim was left.
+        begins: the report of each rank when it resumed.
+        seconds: from the kill until all ranks had resumed.
     """
 
     victim: str
@@ -260,8 +260,8 @@ class Show:
         first, slowest = fault.begins[0], max(each["seconds"] for each in fault.begins)
         fetched = sum(each["fetched"] for each in fault.begins) / 2**20
         self.say(
-            f"all ranks go on from step {first['step']}, from {first['source']}, {fetched:.1f} MiB of it from the other"
-            f" node: {fault.seconds:.1f} s after the loss, of which recovery took {slowest:.2f} s"
+            f"all ranks resumed at step {first['step']} from {first['source']} ({fetched:.1f} MiB from the other node),"
+            f" {fault.seconds:.1f} s after the loss; the recovery took {slowest:.2f} s of it"
         )
         return fault
 
@@ -310,21 +310,21 @@ def judge(calm: Run, faulted: Run) -> dict[str, bool]:
         steps = {each["step"] for each in fault.begins}
         claims[f"{fault.victim} was really gone"] = fault.gone
         claims[
-            f"{fault.victim}: all ranks went on from one step in memory, no older than the newest that was copied"
+            f"{fault.victim}: all ranks resumed from the same step in memory, at least the newest that was copied"
         ] = (
             len(steps) == 1
             and min(steps) >= max(fault.copied, 1)
             and {each["source"] for each in fault.begins} == {"memory"}
         )
-    claims["the node that took the place had its part from the other one"] = bool(faulted.faults) and any(
+    claims["the replacement node fetched its part from the other node"] = bool(faulted.faults) and any(
         each["fetched"] > 0 for each in faulted.faults[-1].begins
     )
-    claims["each step had the loss of the undisturbed run"] = calm.losses() == faulted.losses()
-    claims["random numbers and places in the data are those of the undisturbed run"] = [
+    claims["each step had the same loss as in the undisturbed run"] = calm.losses() == faulted.losses()
+    claims["random numbers and positions in the data equal those of the undisturbed run"] = [
         (each.get("random"), each.get("place")) for each in calm.ends()
     ] == [(each.get("random"), each.get("place")) for each in faulted.ends()]
-    claims["the checkpoints left on each node verify"] = len(calm.verified) == len(faulted.verified) == NODES
-    claims["weights and optimizer are those of the undisturbed run, bit for bit"] = len(
+    claims["flashpoint verify finds no damage on any node"] = len(calm.verified) == len(faulted.verified) == NODES
+    claims["weights and optimizer state equal those of the undisturbed run, bit for bit"] = len(
         {frozenset(each.get("digests", {}).items()) for each in ends}
     ) == 1 and bool(ends[0].get("digests"))
     return claims
@@ -339,11 +339,11 @@ def show(steps: int, seed: int, *, cold: bool = True) -> Mapping[str, bool]:
         chance = random.Random(seed)
         victims, early, late = (chance.choice(RANKS), chance.randrange(NODES)), max(3, steps // 8), max(4, steps // 2)
         print(
-            f"The same again; rank {victims[0]} will be killed after step {early}, node-{victims[1]} after step {late}:"
+            f"The same run again; rank {victims[0]} is killed after step {early}, node-{victims[1]} after step {late}:"
         )
         faulted = Show(root / "faulted", steps, seed, cold=cold).play(early, late, victims)
         held = sorted(each["held_s"] for each in calm.reports[0] if each["event"] == "step")
-        print(f"A save held the loop for {held[len(held) // 2] * 1e3:.1f} ms (median of the undisturbed run).")
+        print(f"A save blocked the loop for {held[len(held) // 2] * 1e3:.1f} ms (median of the undisturbed run).")
         return judge(calm, faulted)
     finally:
         remove_folder(root)
@@ -364,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         claims = show(args.steps, args.seed)
     except ClusterError as error:
-        print(f"the job did not get to its end: {error}", file=sys.stderr)
+        print(f"the job did not finish: {error}", file=sys.stderr)
         return 1
     for claim, holds in claims.items():
         print(f"{'ok    ' if holds else 'FAILED'} {claim}")

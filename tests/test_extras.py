@@ -18,6 +18,7 @@ CASES = [
     ("import ml_flashpoint.adapter.accelerate", "accelerate", "accelerate"),
     ("import ml_flashpoint.adapter.ray_train", "pyarrow", "ray-train"),
     ("import ml_flashpoint.adapter.deepspeed", "deepspeed", "deepspeed"),
+    ("import ml_flashpoint.adapter.torchtitan", "torchtitan", "torchtitan"),
     ("import ml_flashpoint.adapter.transformers", "transformers", "transformers"),
     ("import ml_flashpoint.ddict", "cloudpickle", "ddict"),
     ("import ml_flashpoint.ddict", "torch", "ddict"),

@@ -47,6 +47,7 @@ def test_a_good_save() -> None:
         verified=5,
         verified_s=13.0,
         held_s=0.003,
+        held_total_s=0.003,
         committed_after_s=0.5,
         verified_after_s=1.5,
         part_bytes=100,
@@ -66,12 +67,31 @@ def test_what_is_amiss_and_when_it_is_over() -> None:
     status = status.after(events.VersionVerified(step=6, seconds=0.1))
     assert not status.degraded
     status = status.after(events.PersistFailed(error="full", step=6))
-    assert (status.degraded, status.persist_error) == (True, "full")
+    assert (status.degraded, status.persist_error, status.persist_failures) == (True, "full", 1)
     status = status.after(events.PartPersisted(step=7, bytes=1, seconds=0.1))
-    assert (status.degraded, status.persisted) == (False, 7)
+    assert (status.degraded, status.persisted, status.persist_lag) == (False, 7, 0)
+    assert status.after(events.VersionVerified(step=9, seconds=0.1)).persist_lag == 2
     status = status.after(events.SaveFailed(error="x" * 10**6)).after(events.SteppedBack(error="damaged"))
     assert (status.failures, status.stepped_back) == (1, 1)
     assert len(status.error or "") == 2000
+
+
+def test_what_rank_0_has_persisted_is_what_is_complete() -> None:
+    status = Status(rank=0, node="n").after(events.PersistFailed(error="full"))
+    part = status.after(events.PartPersisted(step=7, bytes=1, seconds=0.1))
+    assert (part.persisted, part.persist_error, part.persist_failures) == (None, "full", 0)
+    whole = part.after(events.VersionPersisted(step=7, url="file:///store"))
+    assert (whole.persisted, whole.persist_error) == (7, None)
+
+
+def test_a_run_has_versions_of_its_own() -> None:
+    status = _after(
+        events.PartCommitted(step=5, bytes=100, seconds=0.5),
+        events.PartReplicated(step=5, bytes=100, seconds=0.2, holders=(0,)),
+        events.VersionVerified(step=5, seconds=1.5),
+        events.RunBegun(step=3, run=2),
+    )
+    assert (status.committed, status.replicated, status.verified, status.saves) == (None, None, None, 1)
 
 
 def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -142,6 +162,7 @@ def test_a_file_shows_what_events_amount_to(base: Path, board: StatusFile) -> No
     events.emit(events.SaveSkipped, RANKS, base, 8)
     events.emit(events.VersionVerified, RANKS, base, 7, seconds=0.2)
     events.emit(events.VersionVerified, SimpleNamespace(rank=0, node="a"), base, 9, seconds=0.2)
+    assert (board.status.committed, board.status.verified, board.status.skipped) == (7, 7, 1), "at once"
     events.flush()
     shown = read_status(file_of(base))
     assert shown == board.status

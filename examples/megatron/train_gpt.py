@@ -76,7 +76,7 @@ class Training:
         return float(mean)
 
     def sharded_state(self, step: int) -> dict[str, Any]:
-        """What `dist_checkpointing` saves, and loads into."""
+        """Return the state that `dist_checkpointing` saves, and loads into."""
         model = self.model.sharded_state_dict()
         # megatron-core's map is of what it is given, and changes it.
         by_id = get_param_id_to_sharded_param_map(self.model.sharded_state_dict(), self.model.parameters())
@@ -85,13 +85,13 @@ class Training:
         return {"model": model, "optimizer": optimizer, "step": step}
 
     def load(self, state: dict[str, Any]) -> int:
-        """Take over what was loaded; the number of steps done then."""
+        """Take the loaded state. Return the number of steps done."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         return int(state["step"])
 
     def digest(self) -> int:
-        """A number that tells this rank's weights from any others."""
+        """Return a checksum of this rank's weights."""
         crc = 0
         for parameter in self.model.parameters():
             crc = zlib.crc32(parameter.detach().numpy().tobytes(), crc)
@@ -119,7 +119,7 @@ class Memory:
         self.queue.schedule_async_request(request)
 
     def load(self, training: Training) -> int | None:
-        """Go on from the newest version that every rank can load; None if there is none."""
+        """Load the newest version that every rank can load. Return None if there is none."""
         found = self.engine.latest()
         if found is None:
             return None
@@ -128,12 +128,12 @@ class Memory:
 
     @property
     def source(self) -> str:
-        """Where what was loaded was: in ``memory``, or ``persisted``."""
+        """Return the source of the loaded version: ``memory`` or ``persisted``."""
         recovery = self.engine.last_recovery
         return "memory" if recovery is None else recovery.tier
 
     def close(self) -> None:
-        """Wait for what is under way; the last version is persisted."""
+        """Wait for unfinished saves, and persist the last version."""
         self.queue.maybe_finalize_async_calls(blocking=True)
         self.engine.wait(60)
         dist.barrier()

@@ -67,12 +67,12 @@ class Text(LightningDataModule):
         return DataLoader(Bytes())
 
     def state_dict(self) -> dict[str, Any]:
-        """How many samples were consumed."""
+        """Return the number of consumed samples."""
         steps = self.trainer.global_step - self.data_sampler.init_global_step
         return {"consumed": self.data_sampler.compute_consumed_samples(steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after them."""
+        """Continue after these samples."""
         self.data_sampler.init_consumed_samples = self.data_sampler.prev_consumed_samples = state["consumed"]
         update_num_microbatches(consumed_samples=state["consumed"], consistency_check=False)
 

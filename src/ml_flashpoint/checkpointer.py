@@ -30,8 +30,6 @@ from ml_flashpoint.copy.overlap import Overlap
 from ml_flashpoint.engine import checkpointer as engine
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.joint_load import JointLoad
-from ml_flashpoint.engine.launcher import warn_of_shared_store
-from ml_flashpoint.engine.recovery import RecoveryReport
 from ml_flashpoint.engine.replicas import Table
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.engine.signals import answer_sigterm, interrupts_held
@@ -52,14 +50,15 @@ from ml_flashpoint.state.plan import Captured, Offer, Share, Tree
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
 from ml_flashpoint.state.resharding import Resharding
 from ml_flashpoint.state.tracked import Reshard, Stateful, TrackedLoad, TrackedState, checked_reshard, rank_key
-from ml_flashpoint.status import Recovery, Source
 
 _log = logging.getLogger(__name__)
 
 State = Mapping[str, torch.nn.Module | Optimizer | Stateful]
-"""What to save and load, by name: modules, optimizers, and anything with ``state_dict`` and ``load_state_dict``."""
+"""Objects to save and load, by name: modules, optimizers, and others with ``state_dict`` and ``load_state_dict``."""
 
 Fallback = Callable[[], "int | None"]
+
+STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class _Written(NamedTuple):
@@ -72,7 +71,7 @@ class _Written(NamedTuple):
 
 
 class Checkpointer(engine.Checkpointer):
-    """A base container that is open on all ranks, for a loop that saves and loads by itself. A context manager.
+    """A base container that is open on all ranks, for loops that call `save` and `load` themselves. A context manager.
 
     ::
 
@@ -97,7 +96,7 @@ class Checkpointer(engine.Checkpointer):
     ) -> None:
         config = config or Config()
         self.overlap = Overlap(wanted=config.overlap)
-        self.last_load: Recovery | None = None
+        self.last_load: events.Resumed | None = None
         self.deadline_s = seal_deadline_s() if config.deadline_s is None else config.deadline_s
         self._writer_of_dcp: MemoryStorageWriter | None = None
         self._stager_of_dcp: MemoryStager | None = None
@@ -130,19 +129,19 @@ class Checkpointer(engine.Checkpointer):
     # ---- saving --------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: State, *, explicit: bool = True) -> Save:
-        """Save. Return once the state is copied: it may change in any way then. The rest is done in the background, and
-        the save says in its futures if it fails.
+        """Save, and return once the state is copied: it may change then. The rest happens in the background. If the
+        save fails, its futures have the error.
 
         Args:
-            step: above all that were saved before in this run. The step that was saved last is that save; if it was
-                skipped, or failed, on some rank, it is saved now, by a run that goes on from the newest version.
-            state: the objects to save.
-            explicit: without a free slot, wait for one, up to the deadline of the save; False: skip the save at once.
+            step: higher than the steps saved before in this run. For the step that was saved last, return that save;
+                if it was skipped or failed on some rank, save it in a new run that continues from the newest version.
+            state: the objects to save, by name.
+            explicit: if no slot is free, wait for one, up to the deadline of the save. False: skip the save at once.
 
         Raises:
-            UnaskedVersionsError: there are versions from before, and `load` was not called.
-            InvalidArgumentError: the step is not above those saved before, or ``state`` is unusable.
-            SaveError: a save has begun and not returned, or the checkpointer is closed.
+            UnaskedVersionsError: there are earlier versions, and `load` was not called.
+            InvalidArgumentError: the step is not higher than those saved before, or ``state`` is invalid.
+            SaveError: called during another call of `save` (in a signal handler), or the checkpointer is closed.
         """
         self.answer_sigterm()
         self.check_usable("load(state)")
@@ -168,9 +167,7 @@ class Checkpointer(engine.Checkpointer):
                 return self._save(SaveId(self.run, step), tracked, explicit=explicit)
         finally:
             self._is_saving = False
-            seconds = self.stats.blocked_s = time.perf_counter() - began
-            self.stats.blocked_total_s += seconds
-            events.emit(events.LoopHeld, self.ranks, self.base, step, seconds=seconds)
+            events.emit(events.LoopHeld, self.ranks, self.base, step, seconds=time.perf_counter() - began)
 
     def _save(self, name: SaveId, tracked: TrackedState, *, explicit: bool) -> Save:
         step = name.step
@@ -221,7 +218,7 @@ class Checkpointer(engine.Checkpointer):
     def _flatten(self, save: SaveId, tracked: TrackedState) -> Tree:
         """Flatten the state. Afterwards `_written` says what this rank writes of it."""
         tree, ranks, known = Tree(tracked.to_save()), self.ranks, self._written
-        offer = None if known is None or not known.offer.structure.is_of(tree) else known.offer
+        offer = None if known is None or known.offer.structure != tree.structure else known.offer
         if offer is None:
             self._written = known = None
             offer = Offer(tree, rank=ranks.rank, ranks=ranks.world_size, own=rank_key(ranks.rank))
@@ -257,70 +254,71 @@ class Checkpointer(engine.Checkpointer):
         fallback: Fallback | None = None,
         reshard: Reshard | Mapping[str, Reshard] | None = None,
     ) -> int:
-        """Load the newest state that all ranks can load, or that of a step, in place. Collective.
+        """Load the newest version that all ranks can load, or the version of a step, in place. Collective.
 
-        Versions that turn out to be damaged are left for older ones. Afterwards a new run begins, and the filesystem is
-        checked to have room for the checkpoints to come.
+        If a version is damaged, the next older one is loaded. Afterwards a new run begins, and the filesystem is
+        checked for room for future versions.
 
         Args:
-            state: the objects to load into.
-            step: load the version of this step, or raise. Newer versions do not count any more: no load finds them
-                again, and their memory is the next saves'.
-            fallback: called on all ranks when memory has no version, or none that is sound; loads the state from
-                elsewhere and returns the number of steps done, or None for 0. Not together with ``step``.
-            reshard: makes a rank's own state on another number of ranks; see `Flashpoint.track`.
+            state: the objects to load into, by name.
+            step: load the version of this step, or raise. Newer versions are ignored from then on, and later saves
+                reuse their memory.
+            fallback: called on all ranks if memory has no version, or none that is intact. It loads the state from
+                another place, and returns the number of steps done, or None for 0. Not together with ``step``.
+            reshard: functions for state that belongs to one rank, for another number of ranks; see `Flashpoint.track`.
 
         Returns:
-            The step of the version; what ``fallback`` returned; 0 if there is nothing to go on from.
+            The step of the version; the result of ``fallback``; 0 at a fresh start.
 
         Raises:
-            ReshardError: the version is of another number of ranks, and nothing says what becomes of what each of them
-                had of its own.
-            LoadError: a version does not fit the objects, none could be loaded and there is no fallback
-                (`NothingLoadableError`), or there is none of ``step``.
+            ReshardError: another number of ranks saved the version, and there is no rule for state that belonged to
+                one rank.
+            LoadError: a version does not fit the objects, none can be loaded and there is no fallback
+                (`NothingLoadableError`), or there is no version of ``step``.
             CapacityError: the filesystem is too small.
             SaveError: the checkpointer is closed. JobInUseError: this process is a forked child.
-            FlashpointError: an argument is unusable, ranks lost each other, or their fallbacks failed or differ.
+            FlashpointError: an argument is invalid, ranks lost each other, or their fallbacks failed or differ.
         """
         self.check_usable()
         tracked = self._tracked_of(state, None if reshard is None else checked_reshard(reshard, state))
-        return self.load_tracked(tracked, step=step, fallback=fallback).step
+        return self.load_tracked(tracked, step=step, fallback=fallback).step or 0
 
-    def load_tracked(self, tracked: TrackedState, *, step: int | None, fallback: Fallback | None) -> Recovery:
+    def load_tracked(self, tracked: TrackedState, *, step: int | None, fallback: Fallback | None) -> events.Resumed:
         """Do as `load` with what a `Flashpoint` tracks."""
         fallback = checked_callable("fallback", fallback, "without arguments that loads a state and returns its step")
         wanted = checked_wanted(step, fallback)
-        source: Source
         began, ranks = time.perf_counter(), self.ranks
         self.overlap.before_update()
         if not ranks.all_ok(self.await_commits(self.deadline_s)):
             raise DeadlineError("a save is still under way, on this rank or another one", rank=ranks.rank)
         load = _Load(self, tracked, wanted)
         version = load.run(may_fall_back=fallback is not None)
-        report, loaded_s = self.last_recovery or RecoveryReport(), time.perf_counter() - began
+        report, loaded_s = self.last_recovery or events.VersionRecovered(), time.perf_counter() - began
         done, source = 0, "nothing"
         if version is not None:
             done, source = version.step or 0, report.tier
         elif fallback is not None:
             if why := load.why():
-                _log.error("falling back, and what is in memory will be overwritten: %s", why)
+                _log.error("calling the fallback; later saves will overwrite the versions in memory: %s", why)
             done, source = self._fall_back(fallback), "fallback"
         self.go_on_from(version)
         self.check_room(tracked.expected_bytes())
-        self.last_load = loaded = Recovery(
-            step=done,
+        self.last_load = events.emit(
+            events.Resumed,
+            ranks,
+            self.base,
+            done,
             source=source,
+            seconds=time.perf_counter() - began,
             version=None if version is None else version.name,
             detect_s=report.detect_s,
             plan_s=report.plan_s,
             fetch_s=report.fetch_s,
-            load_s=loaded_s - report.detect_s - report.plan_s - report.fetch_s,
-            total_s=time.perf_counter() - began,
             fetched_bytes=report.fetched_bytes,
+            load_s=loaded_s - report.detect_s - report.plan_s - report.fetch_s,
             discarded=tuple(failure.version for failure in load.failures),
         )
-        events.emit(events.Resumed, ranks, self.base, done, source=source, seconds=loaded.total_s)
-        return loaded
+        return self.last_load
 
     def _fall_back(self, fallback: Fallback) -> int:
         """Call a program's fallback, and return the step that it has loaded."""
@@ -330,7 +328,7 @@ class Checkpointer(engine.Checkpointer):
             returned = fallback()
             return checked_integer("fallback", 0 if returned is None else returned, 0, MAX_STEP)
 
-        step = ranks.together(call, LoadError("the fallback failed on another rank; its log says why", rank=ranks.rank))
+        step = ranks.together(call, LoadError, "the fallback")
         steps = [int(blob) for blob in ranks.gather(str(step).encode())]
         if len(set(steps)) > 1:
             raise LoadError(f"the fallback returned different steps on different ranks: {steps}", rank=ranks.rank)
@@ -357,8 +355,8 @@ class Checkpointer(engine.Checkpointer):
     # ---- life ----------------------------------------------------------------------------------------------
 
     def wait(self, deadline_s: float | None = None) -> bool:
-        """Wait until all futures of all saves have ended; saves of DCP that another rank has not finished are given up.
-        Return True if that was so in time."""
+        """Wait until all futures of all saves have ended. Give up saves of DCP that another rank has not finished.
+        Return False after ``deadline_s`` seconds."""
         if self._writer_of_dcp is not None:
             self._writer_of_dcp.give_up()
         return super().wait(self.deadline_s if deadline_s is None else deadline_s)
@@ -370,6 +368,21 @@ class Checkpointer(engine.Checkpointer):
             if self._writer_of_dcp is not None:
                 self._writer_of_dcp.close()
         super().close(persist_deadline_s)
+
+
+def warn_of_shared_store(rank: int) -> None:
+    """Warn, on rank 0, if torchrun will start ranks again, whose agents keep one store over all lives of the ranks:
+    later ranks find addresses of earlier ones there, and wait for dead processes in `init_process_group`."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and shared and restarts not in ("", "0"):
+        static = f"pass --rdzv-backend=c10d (or --standalone): its default, static, ignores {STORE_VARIABLE}"
+        _log.warning(
+            "torchrun will start ranks again that fail (--max-restarts=%s), but they may then hang in"
+            " init_process_group. Where torchrun is started, on every node: %s",
+            restarts,
+            f"{static}=1" if os.environ.get(STORE_VARIABLE) == "1" else f"export {STORE_VARIABLE}=1, and {static}",
+        )
 
 
 class _Load:

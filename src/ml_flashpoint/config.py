@@ -23,16 +23,16 @@ from ml_flashpoint.stores.location import checked_url, is_url
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Options of durable versions.
+    """Settings of the durable store to which versions are persisted.
 
     Attributes:
-        url: URL, or absolute path, of a folder that belongs to this job alone and that all nodes see.
-        every: steps. The first verified version at or after each multiple is persisted.
-        keep: number of versions that stay there.
-        bytes_per_s: most bytes that a rank writes in a second; None for no limit.
+        url: URL or absolute path of a folder that belongs to this job only, and that all nodes see.
+        every: the first verified version at or after each multiple of this number of steps is persisted.
+        keep: number of complete versions that stay in the store.
+        bytes_per_s: the most bytes that a rank writes in a second; None for no limit.
 
     Raises:
-        InvalidArgumentError: one is unusable. Errors name the arguments as the adapters do: ``persist``,
+        InvalidArgumentError: an argument is invalid. Errors name the arguments as the adapters do: ``persist``,
             ``persist_every``, ``persist_keep``, ``persist_bytes_per_s``.
     """
 
@@ -53,10 +53,10 @@ class Persist:
 
     @staticmethod
     def of(url: str | None, every: int = 50, keep: int = 3, bytes_per_s: float | None = None) -> Persist | None:
-        """Return what these keywords of an adapter ask for; None if nothing is to be persisted.
+        """Return the settings for these keywords of an adapter; None without a URL.
 
         Raises:
-            InvalidArgumentError: one is unusable, even where nothing is to be persisted.
+            InvalidArgumentError: an argument is invalid, also without a URL.
         """
         options = Persist("/" if url is None else url, every, keep, bytes_per_s)
         return None if url is None else options
@@ -80,25 +80,26 @@ class Config:
     """Settings of a job's checkpoints, the same on all ranks.
 
     Attributes:
-        replication: strategy of copies; None: pairs of nodes, or no copies on a single node.
-        keep: verified versions that stay in memory: a `Keep`, or the number of the newest ones.
-        persist: durable versions; None for none.
+        replication: a strategy or its name (``"pairwise"``, ``"ring"``, ``"none"``); None: pairs of nodes, or no copies
+            on a single node.
+        keep: verified versions that stay in memory: the number of newest versions, or a `Keep`.
+        persist: the durable store; None for none.
         sigterm_grace_s: with ``persist``, seconds for which the next save or close after SIGTERM waits until the newest
-            version is persisted, before the earlier handler, or the default action, has its turn. In the main thread
-            only; undone by `close`. None, or without ``persist``: SIGTERM is left alone.
-        safe_globals: further types that a state may have in it, as for ``torch.serialization.safe_globals``. Tensors,
-            plain values, containers and NumPy arrays need none.
-        overlap: copy what optimizers update on CUDA devices while the next forward and backward run. What is on the
-            CPU, and everything without it, is copied before a save returns.
-        on_world_size_change: fate, on another number of ranks, of what each rank has of its own and no ``reshard``
-            function is for. ``"raise"``: random number generators of new ranks are seeded anew, what all ranks had
-            alike is everybody's, and anything else is a `ReshardError`. ``"keep"``: rank r takes that of rank r modulo
-            the old number, random numbers and place in the data included.
-        deadline_s: seconds at most that a rank waits for the others where the structure of the state has changed, and
-            at the end; None: ``FLASHPOINT_SEAL_DEADLINE_S``, or 600.
+            version is persisted. Then the earlier handler, or the default action, runs. Works in the main thread only;
+            `close` restores the earlier handler. None, or without ``persist``: SIGTERM is not handled.
+        safe_globals: additional types that a state may contain, as for ``torch.serialization.safe_globals``. Tensors,
+            plain values, containers and NumPy arrays are always allowed.
+        overlap: copy the tensors that optimizers update on CUDA devices while the next forward and backward run.
+            Otherwise, and on the CPU, everything is copied before a save returns.
+        on_world_size_change: treatment of state that belongs to one rank, if the number of ranks has changed and there
+            is no ``reshard`` function. ``"raise"``: random number generators of new ranks are seeded, state that was
+            equal on all ranks is given to all, and other state is a `ReshardError`. ``"keep"``: rank r takes the state
+            of rank r modulo the old number, including random numbers and the position in the data.
+        deadline_s: the longest that a rank waits for the others when the structure of the state has changed, and at
+            the end, in seconds; None: ``FLASHPOINT_SEAL_DEADLINE_S``, or 600.
 
     Raises:
-        InvalidArgumentError: one is unusable.
+        InvalidArgumentError: an argument is invalid.
     """
 
     replication: ReplicationStrategy | str | None = None
@@ -135,7 +136,7 @@ class Config:
         grace_s: float = 20.0,
         **settings: Any,
     ) -> Config:
-        """Return the settings that these keywords of an adapter ask for.
+        """Return the settings for these keywords of an adapter.
 
         Args:
             persist, persist_every, persist_keep, persist_bytes_per_s: the attributes of a `Persist`.

@@ -18,7 +18,7 @@ import logging
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -95,7 +95,8 @@ class Epoch:
         checksum: of the indices of the batches given.
         workers: generators of each worker after its latest of these batches.
         own, generators: states of the loader and of its generators after these batches; None while these can be asked.
-        set_epoch: the epoch that the program has set at the sampler. dealing: see `_dealing_of`.
+        set_epoch: the epoch that the program has set at the sampler.
+        given: samples that were given before other ranks went on. dealing: see `_dealing_of`.
     """
 
     number: int = 0
@@ -107,6 +108,7 @@ class Epoch:
     own: dict[str, Any] | None = None
     generators: list[torch.Tensor] | None = None
     set_epoch: int | None = None
+    given: int = 0
     dealing: Mapping[str, int] | None = None
 
     @property
@@ -159,20 +161,20 @@ class LoaderState(PlaceInData):
         """Go on from a state with the next pass over the loader."""
         pending = Epoch(**state_dict)
         pending.ended = pending.ended or _is_finished(pending.own)
+        if pending.under_way and pending.given:
+            _check_dealing(self.loader, pending.dealing or {})
         if self._stateful:
             self.loader.load_state_dict(pending.own)
         self._put_back(pending.generators)
         for sampler in self._samplers():
             if pending.set_epoch is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(pending.set_epoch)
-        _deal(self.loader, pending.dealing if pending.under_way else None)
         self._pending, self.epoch, self._begun_at = pending, pending.again(), None
 
     def forget(self) -> None:
         """Undo a `load_state_dict` that was part of a load that failed elsewhere."""
         if self._pending is not None and self._begun_at is None:
             self.epoch, self._pending, self.restored = Epoch(), None, None
-            _deal(self.loader)
 
     def _samplers(self) -> list[Any]:
         return [each for each in (self.loader.sampler, self.loader.batch_sampler) if each is not None]
@@ -213,7 +215,6 @@ class LoaderState(PlaceInData):
                 self.restored.put_back(self)
             self._put_back(before.generators)
         else:
-            _deal(self.loader)
             self._pending = None
         drawn: deque[int] = deque()
         if not self._stateful:
@@ -236,7 +237,7 @@ class LoaderState(PlaceInData):
         if begun == epoch.set_epoch:
             return False
         with contextlib.suppress(TypeError):  # it has no length
-            if epoch.position >= len(self.loader):
+            if epoch.position >= len(_source(self.loader, epoch.given)):
                 return True
         if not epoch.position:
             raise LoadError(
@@ -255,9 +256,10 @@ class LoaderState(PlaceInData):
             epoch = before.again()
         else:
             samplers = [each.state_dict() if _has_state(each) else None for each in self._samplers()]
-            epoch = Epoch(before.number + (not goes_on), start={**now, "samplers": samplers})
+            given = before.given if goes_on else 0
+            epoch = Epoch(before.number + (not goes_on), start={**now, "samplers": samplers}, given=given)
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        indices = _Indices(getattr(loader, name), epoch, self._name)
+        indices = _Indices(_source(loader, epoch.given), epoch, self._name)
         counted: Any = object.__new__(type(loader))
         vars(counted).update({**vars(loader), name: indices, "persistent_workers": False})
         if loader.num_workers:
@@ -444,88 +446,77 @@ class _GoingOn:
 
 
 def rest_of_epoch(states: list[Any], rank: int, world_size: int) -> dict[str, Any]:
-    """Deal what is left of an epoch, for ``track(loader=loader, reshard={"loader": rest_of_epoch})``.
+    """Distribute the rest of an epoch over another number of ranks: ``track(loader=loader, reshard=rest_of_epoch)``.
 
-    For a `DataLoader`, or torchdata's `StatefulDataLoader`, whose sampler is a `DistributedSampler` (of that class
-    itself) for the ranks that there are. Every sample of the epoch is given once, over all numbers of ranks; at the
-    end, a few come twice or not at all (``drop_last``), so that all ranks have as many, as ever with that sampler.
-    Raises a `LoadError` if the loader was another one, or ranks were at different places.
+    For a plain `DataLoader` whose sampler is a `DistributedSampler` (not a subclass) for the current ranks. Every
+    sample of the epoch is used once. As always with this sampler, some samples are repeated at the end of an epoch, or
+    dropped (``drop_last``), so that all ranks have the same number.
+
+    Args:
+        states: the state of the loader on each rank that saved, in the order of ranks.
+        rank, world_size: this rank, and the number of ranks now.
+
+    Returns:
+        The state of the loader on this rank.
+
+    Raises:
+        LoadError: the saved loader was another one, or ranks were at different positions.
     """
     reported = [state if isinstance(state, Mapping) else {} for state in states]
     first = reported[0]
     if not all(isinstance(state.get("dealing"), Mapping) for state in reported):
-        text = "the loader that was saved had no DistributedSampler, so nothing tells which samples other ranks had"
-        raise LoadError(text, hint="write a function of your own, or make the loader with torch's DistributedSampler")
-    for name in ("number", "ended", "position", "set_epoch", "dealing"):
+        text = "the loader that was saved was no plain one with a DistributedSampler, so nothing tells which samples"
+        hint = "write a function of your own, or make a plain DataLoader with torch's DistributedSampler"
+        raise LoadError(f"{text} other ranks had", hint=hint)
+    for name in ("number", "ended", "position", "set_epoch", "given", "dealing"):
         if any(state[name] != first[name] for state in reported):
             raise LoadError(f"ranks were at different places in the data: {name} differs")
-    if first["own"] is not None and not first["number"]:
-        text = "nobody has looped over fp.batches(loader), so nothing tells how many batches ranks had"
-        raise LoadError(text, hint="loop over fp.batches(loader) from the first step on")
     dealing = first["dealing"]
-    given = dealing["given"] + first["position"] * dealing["batch_size"] * dealing["replicas"]
+    given = first["given"] + first["position"] * dealing["batch_size"] * dealing["replicas"]
     return vars(
         Epoch(
             number=first["number"],
             ended=first["ended"],
-            own=None if first["own"] is None else {},  # torchdata: as if nobody has iterated over the loader
             generators=reported[rank]["generators"] if rank < len(reported) else [],
             set_epoch=first["set_epoch"],
-            dealing={**dealing, "given": min(given, dealing["samples"])},
+            given=min(given, dealing["samples"]),
+            dealing=dealing,
         )
     )
 
 
-class _Dealing(data.DistributedSampler[Any]):
-    """A sampler that deals the rest of an epoch: ranks take turns in what is left of its order."""
-
-    given = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        if not self.given:
-            return super().__iter__()
-        alone = copy.copy(self)  # one rank alone gets the order of the whole epoch
-        alone.given, alone.num_replicas, alone.rank = 0, 1, 0
-        alone.num_samples = alone.total_size = len(cast(Sized, self.dataset))
-        order = list(alone)
-        rest, missing = order[self.given :], -(len(order) - self.given) % self.num_replicas
-        if self.drop_last and missing:
-            rest = rest[: missing - self.num_replicas]
-        elif missing:
-            rest += (order * missing)[:missing]
-        return iter(rest[self.rank :: self.num_replicas])
-
-    def __len__(self) -> int:
-        if not self.given:
-            return super().__len__()
-        left = len(cast(Sized, self.dataset)) - self.given
-        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
-
-
 def _dealing_of(loader: data.DataLoader[Any]) -> dict[str, int] | None:
-    """Return how a loader's sampler deals out the samples; None if it is another sampler."""
+    """Return how a plain loader's sampler deals out the samples; None if it is another sampler."""
     sampler: Any = loader.sampler
-    if type(sampler) not in (data.DistributedSampler, _Dealing):
+    if type(sampler) is not data.DistributedSampler or _has_state(loader):
         return None
-    return {
-        "given": getattr(sampler, "given", 0),
-        "replicas": sampler.num_replicas,
-        "batch_size": loader.batch_size or 1,
-        "samples": len(sampler.dataset),
-    }
+    samples: Any = sampler.dataset
+    return {"replicas": sampler.num_replicas, "batch_size": loader.batch_size or 1, "samples": len(samples)}
 
 
-def _deal(loader: data.DataLoader[Any], dealing: Mapping[str, int] | None = None) -> None:
-    """Have a loader deal what an epoch has left, as `_dealing_of` gives it; a whole epoch by default."""
+def _check_dealing(loader: data.DataLoader[Any], dealing: Mapping[str, int]) -> None:
+    """Raise a `LoadError` if a loader cannot deal what is left of an epoch."""
+    now = _dealing_of(loader)
+    if now is None:
+        text = "the rest of an epoch was to be dealt, and the loader is no plain one with a DistributedSampler"
+        raise LoadError(text, hint="make a DataLoader with torch's DistributedSampler, on one rank too")
+    if now["samples"] != dealing["samples"]:
+        raise LoadError(f"the epoch that was begun has {dealing['samples']} samples, not {now['samples']}")
+
+
+def _source(loader: data.DataLoader[Any], given: int) -> Any:
+    """Return what gives the indices of a pass, or of the rest of one of which so many samples were given."""
+    if not given:
+        return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     sampler: Any = loader.sampler
-    given = dealing["given"] if dealing else 0
-    if given and type(sampler) is data.DistributedSampler:
-        sampler.__class__ = _Dealing  # which the loader's batch sampler need not know of
-    if type(sampler) is _Dealing:
-        sampler.given = given
-        samples = len(cast(Sized, sampler.dataset))
-        if dealing and samples != dealing["samples"]:
-            raise LoadError(f"the epoch that was begun has {dealing['samples']} samples, not {samples}")
-    elif given:
-        text = f"the rest of an epoch was to be dealt, and the sampler is a {type(sampler).__name__}"
-        raise LoadError(text, hint="make the loader with torch's DistributedSampler, on one rank too")
+    alone = copy.copy(sampler)  # one rank alone gets the order of the whole epoch
+    alone.num_replicas, alone.rank = 1, 0
+    alone.num_samples = alone.total_size = len(sampler.dataset)
+    order = list(alone)
+    rest, missing = order[given:], -(len(order) - given) % sampler.num_replicas
+    if sampler.drop_last and missing:
+        rest = rest[: missing - sampler.num_replicas]
+    elif missing:
+        rest += (order * missing)[:missing]
+    own = rest[sampler.rank :: sampler.num_replicas]
+    return own if loader.batch_size is None else data.BatchSampler(own, loader.batch_size, loader.drop_last)

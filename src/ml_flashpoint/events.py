@@ -1,4 +1,4 @@
-"""Events: facts about checkpoints in this process, who is told of them, and their form as lines of JSON.
+"""Events about checkpoints in this process, their subscribers, and their encoding as lines of JSON.
 
 ::
 
@@ -7,11 +7,11 @@
     with events.subscribe(lambda event: print(event)):
         ...
 
-`emit` waits for no subscriber: slow ones miss events, which is logged. ``FLASHPOINT_EVENTS`` names a file for all
-events of a process.
+`emit` does not wait for subscribers: a slow subscriber misses events, and the log says so. ``FLASHPOINT_EVENTS`` names
+a file for all events of a process.
 
 A line is one JSON object (RFC 8259) with ``schema`` (:data:`SCHEMA`), ``event`` (the name of a class below in snake
-case) and the attributes of that class. Readers skip kinds and attributes that they do not know, so releases may add
+case) and the attributes of that class. Readers ignore kinds and attributes that they do not know, so releases may add
 some under the same number.
 """
 
@@ -47,9 +47,10 @@ _WORD = re.compile(r"(?<!^)(?=[A-Z])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A fact about checkpoints, as one rank saw it.
+    """An event about a checkpoint on one rank.
 
-    Kinds add attributes: ``bytes`` is the size of the rank's part, ``error`` a reason as text, ``seconds`` a duration.
+    Subclasses add attributes: ``bytes`` is the size of the rank's part, ``error`` a reason as text, ``seconds`` a
+    duration.
 
     Attributes:
         time_s: time of the event in seconds since the epoch, by the clock of its node.
@@ -66,15 +67,22 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunBegun(Event):
+    """Saves have run number ``run`` from now on. ``step``: of the version that it goes on from."""
+
+    run: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopHeld(Event):
-    """A save has let go of the training loop for good: its copy is made. ``seconds``: time that it held the loop."""
+    """A save has copied the state, and no longer blocks the loop. ``seconds``: for which it blocked the loop."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCommitted(Event):
-    """This rank's part of a version is on its node, whole. ``seconds``: since the save began."""
+    """This rank's part of a version is complete on its node. ``seconds``: since the save began."""
 
     bytes: int
     seconds: float
@@ -82,7 +90,7 @@ class PartCommitted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSkipped(Event):
-    """A save found no free slot, since earlier saves are still being copied: this rank has no part of this version."""
+    """A save found no free slot, because earlier saves are still being copied. This rank has no part of the version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,16 +125,16 @@ class VersionVerified(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementFailed(Event):
-    """This rank cannot use the board: nothing new is verified until it can, and older versions stay."""
+    """This rank cannot reach the store on rank 0. No new version is verified until then, and older versions stay."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksMissing(Event):
-    """Rank 0 has heard nothing of ``ranks`` about a save, which is not verified therefore. Nothing has failed yet.
+    """``ranks`` have not answered rank 0 about a save, which is therefore not verified yet. Nothing has failed.
 
-    ``seconds``: since rank 0 has its part and the copies of it.
+    ``seconds``: since the part of rank 0 and its copies are complete.
     """
 
     ranks: tuple[int, ...]
@@ -143,14 +151,14 @@ class PartPersisted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionPersisted(Event):
-    """All parts are in the durable store at ``url``, and the marker that makes them a version. Rank 0 emits it."""
+    """All parts and the marker of a version are in the durable store at ``url``. Emitted by rank 0."""
 
     url: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PersistFailed(Event):
-    """A version that was due is not persisted, or none can be; the next one is tried."""
+    """A version that was due is not persisted, or no version can be. The next one is tried."""
 
     error: str
 
@@ -166,28 +174,64 @@ class PartFetched(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteppedBack(Event):
-    """A version could not be recovered or loaded, and an older one is looked for."""
+    """A version could not be recovered or loaded, and an older one is tried."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRecovered(Event):
-    """A version is on its nodes, whole and verified, after ``tries`` plans. For the rest see `Recovery`."""
+    """All parts of a version are on their nodes, checked.
 
-    detect_s: float
-    plan_s: float
-    fetch_s: float
-    fetched_bytes: int
-    tries: int
+    Attributes:
+        detect_s: seconds for reading and gathering inventories. plan_s: for planning. fetch_s: for fetching, checking.
+        fetched_bytes: bytes that this rank received from peers.
+        tries: plans made; more than one means that something was damaged.
+        tier: store that the version was found in, ``memory`` or ``persisted``.
+        world_size: number of ranks that saved it.
+    """
+
+    detect_s: float = 0.0
+    plan_s: float = 0.0
+    fetch_s: float = 0.0
+    fetched_bytes: int = 0
+    tries: int = 0
+    tier: str = "memory"
+    world_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed(Event):
-    """Training goes on from ``step``, after ``seconds``. ``source``: of its state; see `Recovery`."""
+    """Training resumes at ``step``, after ``seconds``, including those of a fallback.
+
+    Attributes:
+        source: source of the state: ``memory``, ``persisted``, ``fallback`` or ``nothing``.
+        version: name of the loaded version, from memory or persisted; otherwise None.
+        detect_s, plan_s, fetch_s, fetched_bytes: of the version that was tried last; see `VersionRecovered`.
+        load_s: seconds for loading into the tracked objects, including versions that were tried before.
+        discarded: complete versions that could not be loaded, newest first.
+    """
 
     source: str
     seconds: float
+    version: str | None = None
+    detect_s: float = 0.0
+    plan_s: float = 0.0
+    fetch_s: float = 0.0
+    fetched_bytes: int = 0
+    load_s: float = 0.0
+    discarded: tuple[str, ...] = ()
+
+    def in_words(self, base: str) -> str:
+        """Return one line about it, which names the base container."""
+        left = f"; {len(self.discarded)} newer could not be loaded" if self.discarded else ""
+        if self.source == "memory":
+            return f"resumed at step {self.step} from memory ({base}/{self.version}) in {self.seconds:.2f} s{left}"
+        if self.source == "persisted":
+            return f"resumed at step {self.step} from the persisted {self.version} in {self.seconds:.2f} s{left}"
+        if self.source == "fallback":
+            return f"no version in memory ({base}){left}: resumed at step {self.step} from the fallback"
+        return f"no version in {base}{left}: training starts at step {self.step}"
 
 
 KINDS: dict[str, type[Event]] = {
@@ -226,6 +270,7 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[Event]:
 
 
 _T = TypeVar("_T")
+_E = TypeVar("_E", bound=Event)
 
 
 def read_object(text: str | bytes) -> dict[str, Any]:
@@ -263,7 +308,7 @@ def _is_a(value: object, hint: str) -> bool:
 # ---- subscribers ----------------------------------------------------------------------------------------------------
 
 Subscriber = Callable[[Event], object]
-_Subscription = tuple[Subscriber, "str | None"]
+_Subscription = tuple[Subscriber, "str | None", bool]
 
 
 class _Bus:
@@ -317,8 +362,12 @@ def _call(event: Event, subscriptions: Iterable[_Subscription], pattern: str) ->
     if pattern:
         path = pattern.replace("{rank}", str(event.rank)).replace("{node}", event.node.replace(os.sep, "_"))
         _append(path, event)
-    for subscriber, base in subscriptions:
-        if base is None or base == event.base:
+    _tell(event, subscriptions, at_once=False)
+
+
+def _tell(event: Event, subscriptions: Iterable[_Subscription], *, at_once: bool) -> None:
+    for subscriber, base, is_at_once in subscriptions:
+        if is_at_once == at_once and base in (None, event.base):
             try:
                 subscriber(event)
             except Exception:  # theirs, of whatever kind
@@ -340,25 +389,29 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 @contextlib.contextmanager
-def subscribe(subscriber: Subscriber, base: str | os.PathLike[str] | None = None) -> Iterator[None]:
+def subscribe(
+    subscriber: Subscriber, base: str | os.PathLike[str] | None = None, *, at_once: bool = False
+) -> Iterator[None]:
     """Have a function called for every event, on a thread of its own, inside a ``with`` statement.
 
     Args:
         subscriber: ``subscriber(event)``; its exceptions are logged. A slow one may miss events.
         base: base container whose events it gets; None for all that this process uses.
+        at_once: call it where the event happens, before anybody can see the effects: it must not wait.
 
     Raises:
         InvalidArgumentError: it cannot be called.
     """
     if not callable(subscriber):
         raise InvalidArgumentError("must be callable", argument="subscriber", value=subscriber)
-    bus, entry = _bus, (subscriber, None if base is None else _resolved(os.fspath(base)))
+    bus, entry = _bus, (subscriber, None if base is None else _resolved(os.fspath(base)), at_once)
     with bus.lock:
         bus.subscriptions = (*bus.subscriptions, entry)
     try:
         yield
     finally:
-        flush()
+        if not at_once:
+            flush()
         with bus.lock:
             bus.subscriptions = tuple(each for each in bus.subscriptions if each is not entry)
 
@@ -379,12 +432,15 @@ class _Emitter(Protocol):
     def node(self) -> str: ...
 
 
-def emit(kind: type[Event], by: _Emitter, base: object, step: int | None, **fields: Any) -> None:
-    """Emit an event of a rank, with the attributes of its kind. Never raises, and waits for nobody."""
+def emit(kind: type[_E], by: _Emitter, base: object, step: int | None, **fields: Any) -> _E:
+    """Emit an event of a rank, with the attributes of its kind, and return it. Never raises, and waits for nobody."""
+    where = "" if base is None else _resolved(str(base))
+    event = kind(time_s=time.time(), rank=by.rank, node=by.node, base=where, step=step, **fields)
+    _tell(event, _bus.subscriptions, at_once=True)
     pattern = os.environ.get("FLASHPOINT_EVENTS", "")
     if _bus.subscriptions or pattern:
-        where = "" if base is None else _resolved(str(base))
-        _bus.put(kind(time_s=time.time(), rank=by.rank, node=by.node, base=where, step=step, **fields), pattern)
+        _bus.put(event, pattern)
+    return event
 
 
 def _append(path: str, event: Event) -> None:

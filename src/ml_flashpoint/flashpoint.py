@@ -29,7 +29,7 @@ from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.format.names import MAX_STEP
 from ml_flashpoint.ranks.rank_group import default_group, rank_group
 from ml_flashpoint.state.tracked import Reshard, TrackedState, checked_reshard
-from ml_flashpoint.status import Health, Recovery
+from ml_flashpoint.status import Health
 
 _log = logging.getLogger(__name__)
 
@@ -48,29 +48,29 @@ class Flashpoint:
                 fp.step()
 
     Construct it on all ranks, and save the same steps on all of them. Construction, `resume` and `versions` are
-    collective. All of it belongs to the training thread. The version of step n holds the state after n steps: of all
-    tracked objects, and of the random number generators of Python, NumPy, torch and CUDA. A save returns once that is
-    copied, and waits for nothing else, except for the other ranks where the structure of the state has changed.
+    collective. Call all methods from the training thread. The version of step n contains the state after n steps: all
+    tracked objects, and the random number generators of Python, NumPy, torch and CUDA. A save returns once this state
+    is copied. It waits for the other ranks only if the structure of the state has changed.
 
     Args:
-        base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
-        every_n_steps: `step` saves at every so many. `flashpoint plan` computes a number for a job.
-        strict: raise when a save has failed, from the next `step`, `save`, `wait` or `close`. By default failed saves
-            are logged, counted in `health`, and survived.
-        discard_existing: remove every version that is in the base container, on all nodes, before anything else. Not
-            for a script that is started again after a crash: it would remove what it should resume from.
-        on_event: called with each `events.Event` of this base container, on a thread of its own.
-        config: all settings; or, as keywords, some of ``replication``, ``keep``, ``safe_globals``, ``overlap``,
-            ``on_world_size_change``, ``deadline_s``, ``persist``, ``persist_every``, ``persist_keep``,
-            ``persist_bytes_per_s``, ``handle_sigterm`` and ``grace_s``: see `Config.of`.
+        base: base container of the job on this node: an absolute path on a tmpfs. A restart must use the same path.
+        every_n_steps: `step` saves at every multiple of this. `flashpoint plan` computes an interval for a job.
+        strict: raise an error for a failed save, from the next `step`, `save`, `wait` or `close`. By default, failed
+            saves are logged and counted in `health`, and training continues.
+        discard_existing: first remove all versions in the base container, on all nodes. Do not use this in a script
+            that is started again after a crash: it would remove the version to resume from.
+        on_event: called with each `events.Event` of this base container, on a separate thread.
+        config: all settings. Alternatively, pass some of these keywords: ``replication``, ``keep``, ``safe_globals``,
+            ``overlap``, ``on_world_size_change``, ``deadline_s``, ``persist``, ``persist_every``, ``persist_keep``,
+            ``persist_bytes_per_s``, ``handle_sigterm`` and ``grace_s``; see `Config.of`.
 
     Raises:
-        InvalidArgumentError: an argument is unusable, or differs between ranks.
-        JobInUseError: a live process uses the base container.
+        InvalidArgumentError: an argument is invalid, or differs between ranks.
+        JobInUseError: another live process uses the base container.
         FlashpointError: the base container cannot be used, or ranks cannot agree.
     """
 
-    _tracked_type: type[TrackedState] = TrackedState  # a door whose state has another form has another one
+    _tracked_type: type[TrackedState] = TrackedState  # an adapter whose state has another form has another one
     _watches_optimizers = True
 
     def __init__(
@@ -127,21 +127,21 @@ class Flashpoint:
     # ---- what is saved ------------------------------------------------------------------------------------
 
     def track(self, /, *, reshard: Reshard | Mapping[str, Reshard] | None = None, **named: object) -> Flashpoint:
-        """Say what to save and restore, before `resume` and the first save. Return this object.
+        """Add objects to save and restore. Call it before `resume` and the first save. Return this object.
 
-        Modules and optimizers are saved as they are sharded, and can be loaded by another number of ranks. The state
-        of anything else belongs to one rank; see `Config.on_world_size_change`.
+        Modules and optimizers are saved by shards, and can be loaded by another number of ranks. The state of any
+        other object belongs to one rank; see `Config.on_world_size_change`.
 
         Args:
-            reshard: for objects that are neither modules nor optimizers, by name or one for all:
-                ``reshard(states, rank, world_size)``, called on each rank when the number of ranks is another one.
-                ``states`` is what ``state_dict()`` gave on each rank that saved, by rank, None where this name was not
-                tracked. What it returns goes to ``load_state_dict()`` on this rank. `rest_of_epoch` is one for data
-                loaders.
-            named: anything with ``state_dict()`` and ``load_state_dict()``, by the name to save it under.
+            reshard: for objects that are neither modules nor optimizers: ``reshard(states, rank, world_size)``, or a
+                dict of such functions by name. Called on each rank when the number of ranks has changed. ``states`` is
+                a list of the results of ``state_dict()`` on each rank that saved, in the order of ranks; None where the
+                name was not tracked. The result is passed to ``load_state_dict()`` on this rank. `rest_of_epoch` is
+                such a function for data loaders.
+            named: objects with ``state_dict()`` and ``load_state_dict()``, by the names to save them under.
 
         Raises:
-            FlashpointError: a name, an object or ``reshard`` is unusable, or it is too late.
+            FlashpointError: a name, an object or ``reshard`` is invalid, or `resume` or a save was called before.
         """
         self._check(tracked=False)
         if self._tracking_ended:
@@ -155,44 +155,44 @@ class Flashpoint:
         return self
 
     def batches(self, loader: DataLoader[Any], through: Through | None = None) -> LoaderBatches:
-        """Return the batches of a tracked loader, from where training goes on: each ``for`` loop is one pass.
+        """Return the batches of a tracked loader, from its current position. Each ``for`` loop is one pass.
 
         Args:
-            loader: tracked.
-            through: fetches batches ahead of the loop: takes an iterable, and gives its batches one for one, in order.
+            loader: a tracked loader.
+            through: a function that prefetches: it takes an iterable, and yields each of its batches once, in order.
         """
         return self._loaders.batches(loader, through)
 
     # ---- recovery -----------------------------------------------------------------------------------------
 
     def resume(self, fallback: Callable[[], int | None] | None = None, *, step: int | None = None) -> int:
-        """Restore the newest state that all ranks can load, or that of a step. Collective.
+        """Restore the newest version that all ranks can load, or the version of a step. Collective.
 
-        May be called again during training, to go back. Returns the steps done, 0 if there is nothing to go on from.
-        For the arguments and errors see `Checkpointer.load`.
+        Returns the number of steps done, 0 at a fresh start. May be called again during training, to go back. For the
+        arguments and errors see `Checkpointer.load`.
         """
         self._check()
         recovery = self._checkpointer.load_tracked(self._tracked, step=step, fallback=fallback)
-        self._steps = recovery.step
+        self._steps = recovery.step or 0
         self._resumed_from = None if recovery.version is None else self._steps
         events.announce(_log, self._ranks.rank, "%s", recovery.in_words(str(self._checkpointer.base)))
         return self._steps
 
     def versions(self) -> list[KeptVersion]:
-        """Return what `resume` can load from memory, newest save first. Collective."""
+        """Return the versions in memory that `resume` can load, newest save first. Collective."""
         self._check(tracked=False)
         return self._checkpointer.versions()
 
     # ---- saving -------------------------------------------------------------------------------------------
 
     def step(self) -> int:
-        """Count a step as done, and save if a save is due. Call it after the optimizer's step. Return the steps done.
+        """Count a step, and save if a save is due. Call it after the optimizer's step. Return the number of steps done.
 
-        Where no memory is free, because earlier saves are still being copied, the save is skipped.
+        If no slot is free, because earlier saves are still being copied, the save is skipped.
 
         Raises:
-            UnaskedVersionsError: the base container has versions from before, and `resume` was not called.
-            FlashpointError: a save has failed, and failures are to be raised (``strict``).
+            UnaskedVersionsError: the base container has earlier versions, and `resume` was not called.
+            FlashpointError: a save has failed (with ``strict`` only).
         """
         self._check(saves=True)
         self._steps += 1
@@ -202,12 +202,12 @@ class Flashpoint:
         return self._steps
 
     def save(self, step: int | None = None) -> None:
-        """Save now, whatever the schedule says. Without free memory, wait until copies of earlier saves are made.
+        """Save now, regardless of the schedule. If no slot is free, wait until earlier saves are copied.
 
         Raises as `step` does.
 
         Args:
-            step: number of steps to save under; by default those done. See `Checkpointer.save`.
+            step: step to save under; by default the number of steps done. See `Checkpointer.save`.
         """
         self._check(saves=True)
         step = self._steps if step is None else checked_integer("step", step, 0, MAX_STEP)
@@ -215,8 +215,10 @@ class Flashpoint:
         self._report()
 
     def before_update(self) -> None:
-        """Have what this thread gives to its devices from now on wait for the copy of the latest save. With
-        ``overlap``, to be called before anything but its ``step()`` changes what a tracked optimizer updates."""
+        """Let work that this thread launches on its devices from now on wait for the copy of the latest save.
+
+        With ``overlap``, call it before code other than ``optimizer.step()`` changes tensors of a tracked optimizer.
+        """
         self._checkpointer.overlap.before_update()
 
     # ---- what becomes of saves ----------------------------------------------------------------------------
@@ -233,11 +235,11 @@ class Flashpoint:
 
     def _report(self) -> None:
         """Count and log the saves that have ended. Raise the latest failure, once, if failures are to be raised."""
-        stats, failure = self._checkpointer.stats, None
-        if not self._told and stats.last_committed is not None:
+        status, failure = self._checkpointer.status, None
+        if not self._told and status.committed is not None:
             self._told = True
-            what = "first save works: step %s, %.3g MB of this rank in memory; it held training up for %.3f s"
-            events.announce(_log, self._ranks.rank, what, stats.last_committed, stats.bytes / 1e6, stats.blocked_s)
+            what = "first save committed: step %s, %.3g MB on this rank; it blocked training for %.3f s"
+            events.announce(_log, self._ranks.rank, what, status.committed, status.part_bytes / 1e6, status.held_s)
         pending, self._pending = self._pending, []
         for step, committed in pending:
             if not committed.done():
@@ -260,8 +262,8 @@ class Flashpoint:
             raise failure
 
     def wait(self, deadline_s: float | None = None) -> bool:
-        """Wait until every save begun is verified, has failed, or is passed over for a newer one. Return True if that
-        was so in time: ``deadline_s``, by default that of the constructor. Raises as `step` does."""
+        """Wait until every save is verified, has failed, or was superseded by a newer one. Return False after
+        ``deadline_s`` seconds, by default those of the constructor. Raises as `step` does."""
         ended = self._checkpointer.wait(None if deadline_s is None else checked_seconds("deadline_s", deadline_s))
         self._report()
         return ended
@@ -270,53 +272,52 @@ class Flashpoint:
 
     @property
     def steps_done(self) -> int:
-        """Steps counted so far, those before `resume` included."""
+        """Number of steps done, including those before `resume`."""
         return self._steps
 
     @property
     def last_saved(self) -> int | None:
         """Step of the newest version committed on this rank, or resumed from; None if there is none."""
-        saved = self._checkpointer.stats.last_committed
+        saved = self._checkpointer.status.committed
         return self._resumed_from if saved is None else saved
 
     @property
     def last_replicated(self) -> int | None:
         """Step of the newest version of which all ranks have all copies; None without, or if nobody holds copies."""
-        return self._checkpointer.stats.last_verified if self._checkpointer.holders else None
+        return self._checkpointer.status.verified if self._checkpointer.holders else None
 
     @property
-    def last_recovery(self) -> Recovery | None:
+    def last_recovery(self) -> events.Resumed | None:
         """The last `resume`; None before."""
         return self._checkpointer.last_load
 
     @property
     def health(self) -> Health:
-        """The way saving goes, now. A save that fails in the background counts from the next call on."""
-        stats, persist = self._checkpointer.stats, self._checkpointer.persist_health
-        board_error = self._checkpointer.board_error
+        """Counters and errors of saves until now. A save that failed in the background counts after the next call."""
+        status = self._checkpointer.status
         return Health(
-            saves=stats.committed,
-            skipped=stats.skipped,
+            saves=status.saves,
+            skipped=status.skipped,
             failures=self._failures,
             last_error=self._last_error,
-            replication_error=stats.copy_error,
-            agreement_error=board_error,
-            blocked_s=stats.blocked_s,
-            blocked_total_s=stats.blocked_total_s,
-            committed_s=stats.committed_s,
-            bytes=stats.bytes,
-            degraded=bool(self._failures_in_a_row or stats.copy_error or board_error or persist.error),
-            persisted=persist.persisted,
-            persist_error=persist.error,
-            persist_lag=persist.lag,
+            replication_error=status.replication_error,
+            agreement_error=status.agreement_error,
+            blocked_s=status.held_s,
+            blocked_total_s=status.held_total_s,
+            committed_s=status.committed_after_s,
+            bytes=status.part_bytes,
+            degraded=self._failures_in_a_row > 0 or status.degraded,
+            persisted=status.persisted,
+            persist_error=status.persist_error,
+            persist_lag=status.persist_lag,
         )
 
     def scalars(self, prefix: str = "flashpoint/") -> dict[str, float]:
-        """Return the numbers of `health` and the newest steps by name, for TensorBoard and the like; those known."""
+        """Return the numbers of `health` and the newest steps by name, for TensorBoard or W&B, except unknown ones."""
         saved, copied, recovery = self.last_saved, self.last_replicated, self.last_recovery
         lag = None if copied is None else max(0, (saved or 0) - copied)
         more: dict[str, float | None] = {"last_saved": saved, "last_replicated": copied, "copies_lag": lag}
-        more["recovery_s"] = None if recovery is None else recovery.total_s
+        more["recovery_s"] = None if recovery is None else recovery.seconds
         return self.health.scalars(prefix) | {f"{prefix}{k}": float(v) for k, v in more.items() if v is not None}
 
     # ---- life ---------------------------------------------------------------------------------------------
@@ -327,14 +328,14 @@ class Flashpoint:
         return self._checkpointer.is_closed
 
     def close(self) -> None:
-        """Let saves under way finish, and end. Versions stay. Safe to call twice. Raises as `step` does."""
+        """Wait for unfinished saves, and close. Versions stay in memory. Safe to call twice. Raises as `step` does."""
         self._close(self._checkpointer.deadline_s)
         self._report()
 
     def _close(self, deadline_s: float) -> None:
         if not self.is_closed:
             if not self._checkpointer.await_commits(deadline_s):
-                _log.warning("closed while a save was under way: it may not be committed")
+                _log.warning("closed during a save, which may not be committed")
             self._checkpointer.close(deadline_s)
 
     def __enter__(self) -> Flashpoint:

@@ -1,7 +1,7 @@
 """Status of saving on one rank: a reducer over its events, and the file that shows it to other processes.
 
 The file, ``<base>/.flashpoint/status/<rank>``, is one JSON object with ``schema`` and the attributes of `Status`. Also
-two views for a training loop: `Health` and `Recovery`.
+a view for a training loop: `Health`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 from ml_flashpoint import events
 from ml_flashpoint.format.errors import JobInUseError, UnsafePathError
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ml_flashpoint.ranks.strategies import ReplicationStrategy
 
 _log = logging.getLogger(__name__)
-
-Source: TypeAlias = Literal["memory", "persisted", "fallback", "nothing"]
 
 _MOST_BYTES = 1 << 16
 _MOST_OF_AN_ERROR = 2000
@@ -52,12 +50,14 @@ class Status:
         replicated: newest step whose copies were acknowledged; None also where nobody holds copies.
         verified: newest step that all ranks have, with all copies.
         verified_s: time at which it was verified.
-        held_s: seconds that the newest save has held the loop; 0.0 where that is not measured.
+        held_s, held_total_s: seconds that the newest save has held the loop, and all of them; 0.0 where that is not
+            measured.
         committed_after_s, verified_after_s: seconds from the begin of the newest such save on.
         part_bytes: size of the newest part.
         copied_bytes, copied_in_s: size of the newest part of which copies were made, and seconds that they took.
-        persisted: newest step whose part of this rank is in the durable store.
+        persisted: newest step that rank 0 has completed in the durable store; on other ranks, whose part is there.
         saves, failures: parts committed, saves failed.
+        persist_failures: versions whose part could not be written here, or that could not be completed here.
         skipped: saves that found no free slot.
         stepped_back: versions that could not be recovered or loaded.
         error: of the newest failed save; it stays.
@@ -79,6 +79,7 @@ class Status:
     verified: int | None = None
     verified_s: float = 0.0
     held_s: float = 0.0
+    held_total_s: float = 0.0
     committed_after_s: float = 0.0
     verified_after_s: float = 0.0
     part_bytes: int = 0
@@ -89,6 +90,7 @@ class Status:
     failures: int = 0
     skipped: int = 0
     stepped_back: int = 0
+    persist_failures: int = 0
     error: str | None = None
     replication_error: str | None = None
     agreement_error: str | None = None
@@ -99,8 +101,10 @@ class Status:
         step, error = event.step, getattr(event, "error", "")[:_MOST_OF_AN_ERROR]
         change: dict[str, object] = {}
         match event:
+            case events.RunBegun():
+                change = {"committed": None, "replicated": None, "verified": None}
             case events.LoopHeld():
-                change = {"held_s": event.seconds}
+                change = {"held_s": event.seconds, "held_total_s": self.held_total_s + event.seconds}
             case events.PartCommitted():
                 change = {"committed": step, "committed_after_s": event.seconds, "part_bytes": event.bytes}
                 change["saves"] = self.saves + 1
@@ -122,10 +126,12 @@ class Status:
                 named = ", ".join(map(str, event.ranks[:8])) + (", ..." if len(event.ranks) > 8 else "")
                 text = f"ranks {named} have not come to the save of step {step}, for {event.seconds:.0f} s"
                 change = {"agreement_error": text}
-            case events.PartPersisted():
+            case events.PartPersisted() if self.rank != 0:
+                change = {"persisted": step, "persist_error": None}
+            case events.VersionPersisted():
                 change = {"persisted": step, "persist_error": None}
             case events.PersistFailed():
-                change = {"persist_error": error}
+                change = {"persist_error": error, "persist_failures": self.persist_failures + (step is not None)}
             case events.SteppedBack():
                 change = {"stepped_back": self.stepped_back + 1}
             case events.Resumed():
@@ -136,6 +142,11 @@ class Status:
     def degraded(self) -> bool:
         """True if something is amiss now."""
         return any((self.replication_error, self.agreement_error, self.persist_error))
+
+    @property
+    def persist_lag(self) -> int | None:
+        """Steps from the newest one that is persisted to the newest verified one; None if either is not known."""
+        return None if self.persisted is None or self.verified is None else max(0, self.verified - self.persisted)
 
 
 def write_status(path: Path, status: Status) -> None:
@@ -156,8 +167,8 @@ _NOT_WRITTEN_AFTER = (events.LoopHeld, events.PartCommitted, events.SaveSkipped,
 
 
 class StatusFile:
-    """The newest `status` of this rank, and its file, which is not written once the job's lock is lost. Events change
-    both, on the thread of events."""
+    """The `status` of this rank, which each event changes at once, and its file, which the thread of events writes.
+    Not once the job's lock is lost."""
 
     def __init__(
         self, container: BaseContainer, lock: JobLock, ranks: RankGroup, strategy: ReplicationStrategy
@@ -177,60 +188,64 @@ class StatusFile:
         )
         self._written: Status | None = None
         self._has_failed = False
+        self._reducing = threading.RLock()  # a signal handler may save, or close
         self._writing = threading.Lock()
         with contextlib.suppress(OSError, UnsafePathError):  # which writing the file reports
             make_tree(container.base, self._path.parent)
         self._write()
-        self._subscription = contextlib.ExitStack()
-        self._subscription.enter_context(events.subscribe(self._note, container.base))
+        self._subscriptions = contextlib.ExitStack()
+        self._subscriptions.enter_context(events.subscribe(self._reduce, container.base, at_once=True))
+        self._subscriptions.enter_context(events.subscribe(self._note, container.base))
+
+    def _reduce(self, event: events.Event) -> None:
+        if event.rank == self.status.rank:
+            with self._reducing:
+                self.status = self.status.after(event)
 
     def _note(self, event: events.Event) -> None:
-        if event.rank == self.status.rank:
-            self.status = self.status.after(event)
-            if not isinstance(event, _NOT_WRITTEN_AFTER):
-                self._write()
+        if event.rank == self.status.rank and not isinstance(event, _NOT_WRITTEN_AFTER):
+            self._write()
 
     def _write(self) -> None:
-        try:
-            with self._writing:  # a close may come while the thread of events writes
+        with self._writing:  # a close may come while the thread of events writes
+            status, error = self.status, None
+            try:
                 self._lock.check()
-                write_status(self._path, self.status)
-        except (OSError, JobInUseError) as error:
-            if not self._has_failed:
-                _log.warning("the status of rank %d cannot be written: %s", self.status.rank, error)
-            self._has_failed = True
-        else:
-            self._has_failed = False
-        self._written = self.status
+                write_status(self._path, status)
+            except (OSError, JobInUseError) as caught:
+                error = caught
+            if error is not None and not self._has_failed:
+                _log.warning("the status of rank %d cannot be written: %s", status.rank, error)
+            self._written, self._has_failed = status, error is not None
 
     def close(self) -> None:
         """Write what is not in the file yet, and end. Safe to call twice."""
-        self._subscription.close()
+        self._subscriptions.close()
         if self._written is not self.status:
             self._write()
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Health of saving on this rank, since the construction of the `Flashpoint`.
+    """Counters and errors of saves on this rank, since the construction of the `Flashpoint`.
 
     Attributes:
-        saves: saves of which this rank has committed its part.
-        skipped: saves of the schedule that found no free slot, because earlier ones are still being copied.
-        failures: saves that failed.
-        last_error: text of the latest failure, kept after later saves worked; None if there was none.
-        replication_error: reason why copies on other nodes are missing now; None while nothing is amiss.
-        agreement_error: reason why ranks cannot agree on which versions are verified now; None while they can.
-        blocked_s: seconds that the latest save kept the training loop; not those in which its CUDA device was still at
-            work on what it had been given before.
-        blocked_total_s: the same, of all saves.
-        committed_s: seconds from the begin of the latest successful save until this rank's part was committed.
+        saves: number of saves whose part this rank has committed.
+        skipped: number of scheduled saves that found no free slot, because earlier saves are still being copied.
+        failures: number of saves that failed.
+        last_error: text of the latest failure, kept when later saves succeed; None if no save failed.
+        replication_error: reason why copies on other nodes are missing now; otherwise None.
+        agreement_error: reason why no new version is verified; None once a version is verified again.
+        blocked_s: seconds for which the latest save blocked the training loop, without the time in which its CUDA
+            device finished earlier work.
+        blocked_total_s: the same for all saves.
+        committed_s: seconds from the start of the latest successful save until this rank's part was committed.
         bytes: bytes of this rank's part of its newest version.
-        degraded: True if something needs attention: the latest save failed, copies are missing, ranks cannot agree, or
-            versions are not persisted although they should be.
-        persisted: step of the newest version that is persisted; on other ranks than 0, of the newest persisted part.
-        persist_error: reason why the latest version that was due is not persisted; None while nothing is amiss.
-        persist_lag: steps from `persisted` to the newest verified version; None if either is not known.
+        degraded: True if something needs attention: the latest save failed, copies are missing, no version can be
+            verified, or a version that is due is not persisted.
+        persisted: step of the newest persisted version; on ranks other than 0, of the newest persisted part.
+        persist_error: reason why the latest version that was due is not persisted; otherwise None.
+        persist_lag: steps between `persisted` and the newest verified version; None if either is not known.
     """
 
     saves: int
@@ -249,44 +264,6 @@ class Health:
     persist_lag: int | None = None
 
     def scalars(self, prefix: str = "flashpoint/") -> dict[str, float]:
-        """Return all numbers by name, each with a prefix: for TensorBoard, W&B and the like."""
+        """Return all numbers by name, each with a prefix, for TensorBoard or W&B."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {prefix + name: float(value) for name, value in values if isinstance(value, (int, float))}
-
-
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """A `Checkpointer.load`, or `Flashpoint.resume`, on this rank. Times in seconds.
-
-    Attributes:
-        step: the step to go on from.
-        source: source of the state.
-        version: the version loaded, if it came from memory or was persisted.
-        detect_s, plan_s: reading and gathering inventories, and planning, for the version that was tried last.
-        fetch_s, fetched_bytes: fetching that version from peers, checking, voting; and bytes that this rank received.
-        load_s: loading into the tracked objects, and versions that were tried before.
-        total_s: all of it, the fallback included.
-        discarded: versions that were complete and could not be loaded, newest first.
-    """
-
-    step: int
-    source: Source
-    version: str | None
-    detect_s: float
-    plan_s: float
-    fetch_s: float
-    load_s: float
-    total_s: float
-    fetched_bytes: int
-    discarded: tuple[str, ...]
-
-    def in_words(self, base: str) -> str:
-        """Return one line about it, which names the base container."""
-        left = f"; {len(self.discarded)} newer could not be loaded" if self.discarded else ""
-        if self.source == "memory":
-            return f"resumed at step {self.step} from memory ({base}/{self.version}) in {self.total_s:.2f} s{left}"
-        if self.source == "persisted":
-            return f"resumed at step {self.step} from the persisted {self.version} in {self.total_s:.2f} s{left}"
-        if self.source == "fallback":
-            return f"memory has no checkpoint to go on from ({base}){left}: at step {self.step}, from the fallback"
-        return f"no checkpoint to go on from in {base}{left}: training starts at step {self.step}"

@@ -39,9 +39,9 @@ def _found(base: Path) -> dict[str, Finding]:
 def test_a_node_as_it_should_be(tmpfs: Path) -> None:
     found = _found(tmpfs / "jobs" / "job-1")
     assert {found[name].level for name in ("folder", "versions", "variables")} == {OK}
-    assert "can be made" in found["folder"].text
+    assert "can be created" in found["folder"].text
     assert found["filesystem"].text.startswith("tmpfs at /dev/shm: ")
-    assert not [finding for finding in found.values() if "cannot be looked at" in finding.text]
+    assert not [finding for finding in found.values() if "cannot be checked" in finding.text]
     assert not (tmpfs / "jobs").exists(), "nothing was made"
 
 
@@ -87,7 +87,7 @@ def test_limits_of_the_process(tmpfs: Path) -> None:
 
 
 def test_the_address_of_peers(monkeypatch: pytest.MonkeyPatch, tmpfs: Path) -> None:
-    assert _found(tmpfs)["route"].mend == "run it as the job is run, under torchrun or srun"
+    assert _found(tmpfs)["route"].mend == "start it like the job, under torchrun or srun"
     monkeypatch.setenv("FLASHPOINT_HOST", "203.0.113.9")  # TEST-NET-3: nobody's
     found = _found(tmpfs)
     assert found["ports"].level == BAD
@@ -124,7 +124,7 @@ def test_what_cannot_be_looked_at_hides_nothing_else(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(psutil, "swap_memory", fail)
     found = _found(tmpfs)
     assert (found["filesystem"].level, found["versions"].level) == (NOTE, OK)
-    assert found["filesystem"].text == "cannot be looked at: PermissionError: not in this container"
+    assert found["filesystem"].text == "cannot be checked: PermissionError: not in this container"
 
 
 def test_what_is_printed(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_what_is_printed(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(set(finding) == {"check", "level", "text", "mend"} for finding in node["findings"])
     done = run(app, ["doctor", "/dev/shm"])
     assert done.exit_code == 1
-    assert "  MEND folder: /dev/shm is the mount point" in done.stdout
+    assert "  FAIL folder: /dev/shm is the mount point" in done.stdout
     done = run(app, ["doctor", "job"])
     assert done.exit_code == 2
 
@@ -149,7 +149,7 @@ def test_what_is_found_between_nodes() -> None:
     assert [each.level for each in _judge([of(0, 1.0), of(1, 2.0), of(2, 1.0), of(3, 1.0)])] == [OK, OK]
     slow, other = _judge([of(0, 0.1), of(1, 0.1), of(2, 2.0), of(3, 2.0)])
     assert (slow.level, other.level) == (NOTE, OK)
-    assert "0.20 GB/s, where 2.10 are usual" in slow.text
+    assert "0.20 GB/s; the median of this job is 2.10" in slow.text
     failed, _ = _judge([of(0, 1.0), of(1, 0.0, "refused"), of(2, 2.0), of(3, 2.0)])
     assert failed.level == BAD
     assert "rank 1 has no copy: refused" in failed.text
@@ -184,8 +184,8 @@ def test_two_nodes_that_reach_each_other(tmpfs: Path) -> None:
 def test_two_nodes_of_which_one_cannot_be_reached(tmpfs: Path) -> None:
     codes, text = _launch(tmpfs, "127.0.0.1,203.0.113.9")
     assert codes == [1, 1], text
-    assert "MEND ports: nothing can listen at 203.0.113.9" in text
-    assert "MEND copies: node-1 to its peer: rank 1 has no copy: cannot listen" in text
+    assert "FAIL ports: cannot listen at 203.0.113.9" in text
+    assert "FAIL copies: node-1 to its peer: rank 1 has no copy: cannot listen" in text
 
 
 @pytest.mark.slow
@@ -196,4 +196,4 @@ def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch, tmpfs: Path)
         monkeypatch.setenv(name, value)
     done = CliRunner().invoke(app, ["doctor", str(tmpfs / "job"), "--deadline-seconds", "1"])
     assert done.exit_code == 1
-    assert "MEND peers: ranks do not come together at 127.0.0.1:" in done.stdout
+    assert "FAIL peers: ranks cannot connect to each other at 127.0.0.1:" in done.stdout

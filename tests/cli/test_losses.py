@@ -53,7 +53,9 @@ def test_this_node_those_that_it_holds_and_the_others() -> None:
     assert peer == Loss("d", step=40, steps_lost=1, seconds=8.0, sources=("a",))
     assert peer.text() == "if d died now: 1 step lost, back at step 40 in about 8 s, from a"
     assert others == Loss(None, step=40, steps_lost=1)
-    assert others.text() == "if another node died now: 1 step lost, back at step 40, from those that hold its copies"
+    assert (
+        others.text() == "if another node died now: 1 step lost, back at step 40, from the nodes that hold its copies"
+    )
     assert len(losses([told(nodes=2)], [version()])) == 2
 
 
@@ -62,7 +64,7 @@ def test_the_slowest_rank_counts_and_what_was_never_measured_is_not_made_up() ->
     assert losses([told(), told(1, copied_in_s=100.0)], [two])[0].seconds == 200.0
     own, peer, _ = losses([told(), told(1, copied_bytes=0, copied_in_s=0.0)], [two])
     assert own.seconds is peer.seconds is None
-    assert "back at step 40 in a time that is not known, from b" in own.text()
+    assert "back at step 40 in an unknown time, from b" in own.text()
 
 
 def test_without_copies_nothing_is_promised() -> None:

@@ -202,7 +202,7 @@ def test_verify_names_the_file_and_block_of_a_flipped_bit(base: Path) -> None:
     assert found["ok"] is False
     problems = [problem for version in found["versions"] for problem in version["problems"]]
     assert [p["path"] for p in problems] == [str(hurt)]
-    assert f"block 2, bytes {2 * BLOCK} to {3 * BLOCK}," in problems[0]["message"]
+    assert f"block 2, from byte {2 * BLOCK} on," in problems[0]["message"]
     assert [(v["step"], v["state"]) for v in found["versions"]] == [(6, "complete"), (5, "damaged")]
     text = flashpoint("verify", base)
     assert text.returncode == 1
@@ -229,7 +229,7 @@ def test_verify_finds_every_block_with_many_threads(base: Path) -> None:
     for block in (7, 8, 40):
         flip(part_path(base, parts[0]), block * BLOCK)
     ((version,),) = (flashpoint_json("verify", base, code=1)["versions"],)
-    assert "block 7, bytes" in version["problems"][0]["message"]
+    assert "block 7, from byte" in version["problems"][0]["message"]
 
 
 def test_an_object_without_bytes_verifies(base: Path) -> None:

@@ -186,7 +186,7 @@ def test_what_the_page_shows_is_what_is_printed() -> None:
 def test_what_is_printed_as_lines() -> None:
     code, text = _run(*ISSUE, "--replication", "none")
     assert code == 0
-    assert re.search(r"^the loss is survived of +no node$", text, re.MULTILINE)
+    assert re.search(r"^survives the loss of +no node$", text, re.MULTILINE)
     assert "Some part has no copy on another node" in text
     assert re.search(r"^c memory and peers .* \d\d\.\d\d %$", text, re.MULTILINE)
 

@@ -166,7 +166,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert _run(lines, "-o", str(tmp_path / "no" / "page.html"))[0] == 2
     empty = _written(tmp_path / "empty", ["none\n"])
     code, text, told = _run(empty, "--json")
-    assert (code, "there are no events in it (1 lines that are none)" in told) == (2, True)
+    assert (code, "no events in the files (1 other line)" in told) == (2, True)
     assert "error" in json.loads(text)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "events"], "nothing temporary is left"
 

@@ -143,7 +143,7 @@ def test_not_while_a_process_of_the_job_runs(base: Path, capsys: pytest.CaptureF
     with Child(start, str(base)) as child:
         child.next_report("resumed")
         assert flashpoint("rm", base, "--yes") == 1
-        assert "ranks 0 are running here" in capsys.readouterr().err
+        assert "rank 0 is running here" in capsys.readouterr().err
         with pytest.raises(JobInUseError, match="another job has this base container open"):  # since that look
             BaseContainer(base).remove(None)
         with pytest.raises(JobInUseError):

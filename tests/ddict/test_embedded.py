@@ -1,116 +1,124 @@
-"""Managers as children of their creator: start, restart, and the end of everything, however it comes."""
+"""Managers as processes of their creator: start, restart, and the end of everything, however it comes."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
-import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
-from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
+from ml_flashpoint.ddict import DDict, DDictTimeoutError, PosixCheckpointPersister
+from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError
 from ml_flashpoint.ddict.runtime import embedded
 from ml_flashpoint.ddict.runtime import folder as runtime_folder
 from ml_flashpoint.ddict.runtime.embedded import MOST_DEATHS
-from tests.ddict.embedded_support import (
-    DEADLINE_S,
-    configs_of,
-    runtime_of,
-    seen_by,
-    server_pid,
-    started,
-    watching,
-)
+from ml_flashpoint.format.errors import UnsafePathError
 from tests.support import dictionaries
-from tests.support.dictionaries import wait_until_ready
-from tests.support.forked import wait_until
-from tests.support.processes import child_environment
+from tests.support.dictionaries import DEADLINE_S, await_that, is_running, runtime_of, stopped, wait_until_ready
+from tests.support.processes import child_environment, suspend
+from tests.workers import ddict_handles
 
 pytestmark = pytest.mark.slow
 
+MEMORY = 32 << 20
 
-def test_every_manager_gets_its_configuration_and_all_end(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.fixture(autouse=True)
+def root(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where dictionaries make their folders."""
+    monkeypatch.setenv(runtime_folder.BASE_VARIABLE, str(tmpfs))
+    return tmpfs
+
+
+@contextlib.contextmanager
+def created(make: Callable[[Any], None]) -> Iterator[tuple[multiprocessing.Process, list[Any]]]:
+    """A process that has made a dictionary, and what it says: the folder, the managers and more."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process: Any = context.Process(target=make, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(2 * DEADLINE_S)
+        yield process, ours.recv()
+    finally:
+        process.kill()
+        process.join(DEADLINE_S)
+
+
+def test_managers_have_what_the_creator_has_but_no_secrets_on_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHPOINT_TEST_PROBE", "as of the start")
-    with started(tmpfs, 3) as runtime:
-        pids = runtime.pids()
+    with DDict(3, 1, MEMORY) as d:
+        pids, secret = runtime_of(d).pids(), d._configuration.secret.hex()
         assert sorted(pids) == [0, 1, 2]
-        incarnations = set()
-        for number, pid in pids.items():
-            seen = seen_by(runtime, number)
-            assert (seen["number"], seen["pid"], seen["secret"]) == (number, pid, f"s-{number}")
-            assert seen["restarted"] is False
-            assert seen["probe"] == "as of the start"
-            assert seen["cwd"] == os.getcwd()
-            assert len(bytes.fromhex(seen["incarnation"])) == 8
-            incarnations.add(seen["incarnation"])
+        for pid in pids.values():
             process = psutil.Process(pid)
-            assert "s-" not in " ".join(process.cmdline()[3:])
-            assert not [value for value in process.environ().values() if value.startswith("s-")]
+            assert process.environ()["FLASHPOINT_TEST_PROBE"] == "as of the start"
+            assert process.cwd() == os.getcwd()
+            assert not [text for text in (*process.cmdline(), *process.environ().values()) if secret in text]
             assert os.readlink(f"/proc/{pid}/fd/0") == "/dev/null"
             assert os.readlink(f"/proc/{pid}/fd/1") == os.readlink(f"/proc/{pid}/fd/2")
-        assert len(incarnations) == 3
-        with watching(*pids.values()) as watch:
-            runtime.stop()
-            assert watch.alive() == []
-    assert runtime.pids() == {}
-    assert list(tmpfs.iterdir()) == []
+    assert not any(map(is_running, pids.values()))
+
+
+def test_one_dictionary_ends_and_another_goes_on(root: Path) -> None:
+    with DDict(2, 1, MEMORY) as first, DDict(1, 2, MEMORY, replication="ring", timeout=DEADLINE_S) as second:
+        second["a"] = 1
+        second.checkpoint()
+        second.wait_for_commit()
+        first.destroy()
+        dictionaries.kill_manager(second, 1)
+        assert [second.manager(each).get("a") for each in range(2)].count(1) == 1
+        assert [folder.name for folder in root.iterdir()] == [runtime_of(second).base.name]
+
+
+def test_a_manager_that_cannot_start_says_why_and_nothing_is_left(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = embedded.make_folder
+
+    def make_with_obstacle(where: Path) -> runtime_folder.FolderHold:
+        hold = make(where)
+        (hold.folder / "node-1").write_text("in the way")
+        return hold
+
+    monkeypatch.setattr(embedded, "make_folder", make_with_obstacle)
+    with pytest.raises(UnsafePathError, match="node-1"):
+        DDict(1, 3, MEMORY)
+    assert list(root.iterdir()) == []
+
+
+def test_a_process_that_cannot_be_made_fails_the_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHOME", str(root / "nowhere"))
+    with pytest.raises(DDictError, match="its process cannot be made: Python ended with exit code 1"):
+        DDict(1, 2, MEMORY)
+    assert list(root.iterdir()) == []
+
+
+def test_a_start_has_a_deadline(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "START_TIMEOUT_S", 0.001)
+    with pytest.raises(DDictTimeoutError, match=r"within 0\.001 s"):
+        DDict(1, 2, MEMORY)
+    assert list(root.iterdir()) == []
+
+
+def test_a_manager_that_does_not_end_is_killed(root: Path) -> None:
+    d = DDict(2, 1, MEMORY)
+    pids = runtime_of(d).pids()
+    suspend(pids[0])
+    runtime_of(d).stop(timeout_s=0.3)
+    assert not any(map(is_running, pids.values()))
+    assert list(root.iterdir()) == []
     with pytest.raises(DDictDestroyedError):
-        runtime.start([])
-
-
-def test_one_dictionary_ends_and_another_goes_on(tmpfs: Path) -> None:
-    with started(tmpfs, 2) as first, started(tmpfs, 2) as second:
-        assert {psutil.Process(pid).ppid() for one in (first, second) for pid in one.pids().values()} == {server_pid()}
-        with watching(*second.pids().values()) as watch:
-            first.stop()
-            assert len(watch.alive()) == 2
-        killed = second.pids()[1]
-        os.kill(killed, signal.SIGKILL)
-        assert wait_until_ready(second, 1, other_than=killed) != killed
-        assert [folder.name for folder in tmpfs.iterdir()] == [second.base.name]
-
-
-@pytest.mark.parametrize(
-    ("entry", "said"),
-    [
-        ("fail_second", "RuntimeError: no room for manager 1"),
-        ("die_second", "its process ended without a word"),
-    ],
-)
-def test_a_manager_that_cannot_start_is_named_and_nothing_is_left(tmpfs: Path, entry: str, said: str) -> None:
-    runtime = runtime_of(tmpfs, entry)
-    server = psutil.Process(server_pid())
-    before = set(server.children())
-    with pytest.raises(DDictError, match=said) as caught:
-        runtime.start(configs_of(runtime, 3))
-    assert caught.value.manager == 1
-    assert set(server.children()) <= before
-    assert list(tmpfs.iterdir()) == []
-
-
-def test_a_start_has_a_deadline(tmpfs: Path) -> None:
-    runtime = runtime_of(tmpfs, "never_ready")
-    with pytest.raises(DDictTimeoutError, match=r"within 0\.3 s"):
-        runtime.start(configs_of(runtime, 2), timeout_s=0.3)
-    assert list(tmpfs.iterdir()) == []
-
-
-def test_a_manager_that_does_not_end_is_killed(tmpfs: Path) -> None:
-    with started(tmpfs, 2, "deaf") as runtime, watching(*runtime.pids().values()) as watch:
-        begun = time.monotonic()
-        runtime.stop(timeout_s=0.3)
-        assert watch.alive() == []
-        assert 0.3 <= time.monotonic() - begun < 9  # else it has END_GRACE_S
-    assert list(tmpfs.iterdir()) == []
+        runtime_of(d).start([])
+    d.destroy()
 
 
 def test_managers_import_neither_torch_nor_numpy() -> None:
@@ -123,10 +131,9 @@ def test_managers_import_neither_torch_nor_numpy() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_managers_at_work_do_without_torch(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(runtime_folder.BASE_VARIABLE, str(tmpfs / "dictionaries"))
+def test_managers_at_work_do_without_torch(tmp_path: Path) -> None:
     value = torch.arange(200_000)
-    persisting = {"persister_class": PosixCheckpointPersister, "persist_freq": 1, "persist_path": str(tmpfs / "kept")}
+    persisting = {"persister_class": PosixCheckpointPersister, "persist_freq": 1, "persist_path": str(tmp_path)}
     with DDict(1, 2, 64 << 20, replication="ring", timeout=DEADLINE_S, **persisting) as d:
         d.update({"large": value, "small": 1, "more": value + 1, "array": value.numpy()})
         d.fetch_add("small", 2)
@@ -135,7 +142,7 @@ def test_managers_at_work_do_without_torch(tmpfs: Path, monkeypatch: pytest.Monk
         d.checkpoint()
         d.wait_for_commit()
         killed = dictionaries.kill_manager(d, 1)
-        wait_until_ready(dictionaries.runtime_of(d), 1, other_than=killed)
+        wait_until_ready(runtime_of(d), 1, other_than=killed)
         assert torch.equal(d["large"], value + 2)
         d.checkpoint()
         for manager in range(2):
@@ -143,105 +150,103 @@ def test_managers_at_work_do_without_torch(tmpfs: Path, monkeypatch: pytest.Monk
             assert not [name for name in ("libtorch", "numpy") if name in mapped]
 
 
-def test_a_killed_manager_comes_back_as_another_incarnation(tmpfs: Path) -> None:
-    with started(tmpfs, 3) as runtime:
-        before, first = runtime.pids(), seen_by(runtime, 1)
-        for _ in range(3):
-            killed = runtime.pids()[1]
-            os.kill(killed, signal.SIGKILL)
-            again = wait_until_ready(runtime, 1, other_than=killed)
-            seen = seen_by(runtime, 1)
-            assert seen["pid"] == again != killed
-            assert seen["restarted"] is True
-            assert seen["incarnation"] != first["incarnation"]
-            assert seen["secret"] == first["secret"]
-            first = seen
-        after = runtime.pids()
-        assert (after[0], after[2]) == (before[0], before[2])
-        assert seen_by(runtime, 0)["restarted"] is False
-
-
 @pytest.mark.parametrize("within_s", [embedded.DEATHS_WITHIN_S, 0.0], ids=["at once", "in its own time"])
 def test_a_manager_that_cannot_start_again_stays_down(
-    tmpfs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, within_s: float
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, within_s: float
 ) -> None:
     monkeypatch.setattr(embedded, "DEATHS_WITHIN_S", within_s)
-    with started(tmpfs, 2, "fail_when_restarted") as runtime:
-        killed = runtime.pids()[0]
+    with DDict(1, 2, MEMORY) as d:
+        killed = dictionaries.pid_of(d, 0)
+        suspend(killed)
+        node = d._configuration.node_folder(0)
+        node.rename(node.with_name("away"))
+        node.write_text("in the way")
         os.kill(killed, signal.SIGKILL)
-        with pytest.raises(AssertionError, match="manager 0 stays down: failed: RuntimeError: cannot come back"):
-            wait_until_ready(runtime, 0, other_than=killed)
-        assert list(runtime.pids()) == [1]
+        with pytest.raises(AssertionError, match="manager 0 stays down: failed: "):
+            wait_until_ready(runtime_of(d), 0, other_than=killed)
+        assert list(runtime_of(d).pids()) == [1]
         assert sum("is started again" in record.message for record in caplog.records) == MOST_DEATHS
         assert sum("stays down" in record.message for record in caplog.records) == 1
 
 
-@contextlib.contextmanager
-def descriptors_left(pid: int, count: int) -> Iterator[Callable[[], None]]:
-    """A process may open this many files more, until the function that this gives is called, or the block ends."""
-    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
-    free = [number for number in range(len(taken) + count) if number not in taken]
-
-    def give_back() -> None:
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
-
-    # The limit is one of their numbers.
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free[count - 1] + 1 if count else 3, hard))
-    try:
-        yield give_back
-    finally:
-        give_back()
-
-
-def said_so_far(caplog: pytest.LogCaptureFixture, text: str) -> int:
-    return sum(text in record.getMessage() for record in caplog.records)
-
-
-def test_a_manager_that_cannot_be_forked_fails_the_start_and_nothing_else(tmpfs: Path) -> None:
-    with started(tmpfs, 1) as other:
-        runtime = runtime_of(tmpfs)
-        with (
-            descriptors_left(server_pid(), 0),
-            pytest.raises(DDictError, match=r"cannot be made: .*Too many open files") as caught,
-        ):
-            runtime.start(configs_of(runtime, 3))
-        assert caught.value.manager in (0, 1, 2)
-        assert [folder.name for folder in tmpfs.iterdir()] == [other.base.name]
-        before = server_pid()
-        with started(tmpfs, 2):
-            assert server_pid() == before
-        assert psutil.pid_exists(other.pids()[0])
-
-
-def test_a_manager_that_cannot_be_forked_again_comes_back_when_it_can(
-    tmpfs: Path, caplog: pytest.LogCaptureFixture
+def test_a_manager_whose_process_cannot_be_made_again_comes_back_when_it_can(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with started(tmpfs, 2) as runtime:
+    monkeypatch.setattr(embedded, "_RETRY_S", 0.01)
+
+    def said(text: str) -> int:
+        return sum(text in record.getMessage() for record in caplog.records)
+
+    with DDict(1, 2, MEMORY, replication="ring", timeout=DEADLINE_S) as d:
+        runtime = runtime_of(d)
         killed = runtime.pids()[1]
-        with descriptors_left(server_pid(), 0) as give_back:
+        with monkeypatch.context() as patched:
+            patched.setattr(embedded, "_PROGRAM", "raise SystemExit(3)")
             os.kill(killed, signal.SIGKILL)
-            # More often than it may die.
-            wait_until(
-                lambda: said_so_far(caplog, "could not be forked again") > MOST_DEATHS, "the attempts", DEADLINE_S
-            )
+            await_that(lambda: said("could not be started again") > MOST_DEATHS)  # more often than it may die
             assert list(runtime.pids()) == [0]
-            give_back()
-            assert wait_until_ready(runtime, 1, other_than=killed) != killed
-        assert seen_by(runtime, 1)["restarted"] is True
-        assert said_so_far(caplog, f"(pid {killed})") == said_so_far(caplog, "is started again") == 1
+        wait_until_ready(runtime, 1, other_than=killed)
+        assert said(f"(pid {killed})") == said("is started again") == 1
         # What could not be made has not died: the deaths that it may have are left.
         for _ in range(MOST_DEATHS - 1):
-            killed = runtime.pids()[1]
-            os.kill(killed, signal.SIGKILL)
+            killed = dictionaries.kill_manager(d, 1)
             wait_until_ready(runtime, 1, other_than=killed)
 
 
-def test_a_stop_does_not_wait_for_a_manager_that_cannot_be_forked_again(
-    tmpfs: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with started(tmpfs, 1) as runtime, descriptors_left(server_pid(), 0):
-        os.kill(runtime.pids()[0], signal.SIGKILL)
-        wait_until(lambda: said_so_far(caplog, "could not be forked again") >= 1, "an attempt")
-        runtime.stop()
-    assert list(tmpfs.iterdir()) == []
+# ---- the end of the creator -----------------------------------------------------------------------------------------
+
+
+def test_forked_children_of_the_creator_do_not_keep_managers_alive(root: Path) -> None:
+    with created(ddict_handles.create_and_fork) as (creator, (_, managers, child)):
+        try:
+            creator.kill()
+            await_that(lambda: not any(map(is_running, managers)))
+            assert is_running(child)
+            await_that(lambda: not list(root.iterdir()))
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_forked_child_cannot_stop_its_parents_managers() -> None:
+    with DDict(1, 2, MEMORY, replication="ring", timeout=DEADLINE_S) as d:
+        d["a"] = 1
+        child = os.fork()
+        if child == 0:
+            runtime_of(d).stop()
+            refused = False
+            try:
+                runtime_of(d).start([])
+            except DDictDestroyedError:
+                refused = True
+            os._exit(0 if refused else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        killed = dictionaries.kill_manager(d, 0)
+        assert wait_until_ready(runtime_of(d), 0, other_than=killed)
+
+
+def test_managers_that_were_stopped_remove_the_folder_when_they_go_on(root: Path) -> None:
+    with created(ddict_handles.create_and_wait) as (creator, (_, managers)):
+        with stopped(managers[0]), stopped(managers[1]):
+            creator.kill()
+            creator.join(DEADLINE_S)
+            assert len(list(root.iterdir())) == 1
+        await_that(lambda: not any(map(is_running, managers)))
+        await_that(lambda: not list(root.iterdir()))
+
+
+def test_the_next_dictionary_sweeps_what_nobody_uses(root: Path) -> None:
+    with created(ddict_handles.create_and_wait) as (creator, (base, managers)), DDict(1, 1, MEMORY) as in_use:
+        assert creator.pid is not None
+        for pid in (creator.pid, *managers):
+            suspend(pid)
+        for pid in (creator.pid, *managers):
+            os.kill(pid, signal.SIGKILL)
+        creator.join(DEADLINE_S)
+        await_that(lambda: not any(map(is_running, managers)))
+        assert list(Path(base).rglob("step-*"))
+        stranger = root / "0123456789ab"
+        (stranger / "not-a-dictionary").mkdir(parents=True)
+        with DDict(1, 1, MEMORY) as another:
+            bases = [runtime_of(each).base for each in (in_use, another)]
+            assert set(root.iterdir()) == {*bases, stranger}
+        in_use["a"] = 1

@@ -66,7 +66,7 @@ class Program:
         """Waits for the end, checks that nothing is left of the program, and returns its output."""
         assert self.process.join(DEADLINE_S), f"it does not end: {self.process.output}"
         assert self.process.returncode == code, self.process.output
-        # The fork server and multiprocessing's tracker end when they see that the program has.
+        # The managers and multiprocessing's tracker end when they see that the program has.
         _, left = psutil.wait_procs(marked_processes(**{_MARK: self.mark}), timeout=20)
         assert not left
         assert list(self._tmpfs.iterdir()) == []
@@ -75,11 +75,8 @@ class Program:
 
     def manager_pid(self, manager: int) -> int:
         """Process id of a manager: of the one that serves at its socket."""
-        children = psutil.Process(self.process.pid).children()
-        (server,) = [
-            child for child in children if any("ddict.runtime.fork_server" in word for word in child.cmdline())
-        ]
-        (pid,) = [child.pid for child in server.children() if f"m-{manager}.sock" in sockets_of(child)]
+        marked = marked_processes(**{_MARK: self.mark})
+        (pid,) = [each.pid for each in marked if f"m-{manager}.sock" in sockets_of(each)]
         return pid
 
 
@@ -217,7 +214,7 @@ def test_a_training_that_lost_a_manager_goes_on_from_memory(
         lost = program.manager_pid(manager)
         assert program.find(rf"^Epoch \[{EPOCHS}/{EPOCHS}\]") is None, "too late"
         if with_memory:
-            lose_node(program, lost, tmpfs, manager)
+            lose_node(lost, tmpfs, manager)
         else:
             os.kill(lost, signal.SIGKILL)
         output = program.end()
@@ -231,16 +228,11 @@ def test_a_training_that_lost_a_manager_goes_on_from_memory(
     assert_same_bits(saved(tmp_path), uninterrupted)
 
 
-def lose_node(program: Program, lost: int, tmpfs: Path, manager: int) -> None:
+def lose_node(lost: int, tmpfs: Path, manager: int) -> None:
     """A manager and all that it has in memory, gone before anything starts it again."""
-    server = psutil.Process(lost).parent()
-    assert server is not None
-    suspend(server.pid)
-    try:
-        os.kill(lost, signal.SIGKILL)
-        (base,) = tmpfs.iterdir()
-        folder = base / f"node-{manager}"
-        assert folder.is_dir()
-        shutil.rmtree(folder)
-    finally:
-        server.resume()
+    suspend(lost)
+    (base,) = tmpfs.iterdir()
+    folder = base / f"node-{manager}"
+    assert folder.is_dir()
+    shutil.rmtree(folder)
+    os.kill(lost, signal.SIGKILL)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.engine.launcher import VARIABLE
+from ml_flashpoint.checkpointer import STORE_VARIABLE
 from tests.support import warm
 from tests.support.cluster import free_port
 from tests.support.processes import child_environment
@@ -33,7 +33,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("backend", "restarts", "disabled", "says"),
     [
-        ("c10d", 1, False, f"export {VARIABLE}=1"),
+        ("c10d", 1, False, f"export {STORE_VARIABLE}=1"),
         ("c10d", 1, True, ""),
         ("c10d", 0, False, ""),
         ("static", 1, True, "pass --rdzv-backend=c10d"),
@@ -44,8 +44,8 @@ def test_a_job_is_warned_where_it_may_hang(
 ) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
-    env = {name: value for name, value in child_environment(PYTHONUNBUFFERED="1").items() if name != VARIABLE}
-    env |= {"FLASHPOINT_TEST_BASE": str(tmpfs / "job"), **({VARIABLE: "1"} if disabled else {})}
+    env = {name: value for name, value in child_environment(PYTHONUNBUFFERED="1").items() if name != STORE_VARIABLE}
+    env |= {"FLASHPOINT_TEST_BASE": str(tmpfs / "job"), **({STORE_VARIABLE: "1"} if disabled else {})}
     place = (
         ["--rdzv-backend=c10d", "--local-addr=127.0.0.1", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
         if backend == "c10d"

@@ -43,6 +43,7 @@ BROKEN = {
     "persisted parts are free": "a slot is reused while it is persisted",
     "due once": "only one verdict names a save that is due to be persisted",
     "due while busy": "a save becomes due to be persisted while rank 0 persists another one",
+    "published first": "rank 0 publishes a verdict before it adopts it, and decides again if it fails in between",
 }
 """Ways to break one sentence of the rules; the simulation must notice each."""
 
@@ -396,7 +397,7 @@ class World:
             self.answers[rank] = Answer.parsed(json.loads(json.dumps(answer)))
             mine.published = True
         else:
-            self.adopt(rank, self.verdict)
+            self.adopt(rank, self.published)
 
     def adopt(self, rank: int, verdict: Verdict) -> None:
         """Have a rank hear of a verdict."""
@@ -404,6 +405,8 @@ class World:
         mine = self.processes[rank]
         if not mine.member.adopt(verdict):
             return
+        if self.heard.setdefault(verdict.number, verdict) != verdict:
+            raise Violation(f"ranks have heard {verdict} and {self.heard[verdict.number]}")
         self.end_pending(mine)
         if verdict.persist is not None and verdict.persist > mine.heard:
             self.begin_to_persist(rank, verdict.persist)
@@ -427,24 +430,29 @@ class World:
             raise Violation(f"a rank took a save for superseded that is verified: {verdict}")
 
     def lead(self) -> None:
-        """Have rank 0 decide."""
+        """Have rank 0 publish what it has decided, or else decide. In between, the store may fail."""
         assert self.processes is not None
         if not self.store_is_up:
             return
-        if self.leader.member.verdict != self.verdict:
-            self.adopt(0, self.verdict)
+        if self.published.number < self.verdict.number:
+            self.published = Verdict.parsed(json.loads(json.dumps(self.verdict)))
+            return
         is_busy = self.processes[0].persisting is not None
         since_s = math.inf if self.random.random() < 0.5 else 0.0
         is_idle = self.now > self.called + 2000
         verdict = self.leader.decide(self.answers.values(), since_s=since_s, is_idle=is_idle, persister_is_busy=is_busy)
         if verdict is None:
             return
+        if self.broken == "published first" and self.random.random() < 0.5:
+            self.published = verdict
+            return
         is_success = verdict.total > self.verdict.total
         self.seen["rounds verified" if is_success else "rounds without result"] += 1
         if is_success:
             self.fragile, self.changed = False, True
             self.check_listed(verdict)
-        self.verdict = Verdict.parsed(json.loads(json.dumps(verdict)))
+        self.verdict = verdict
+        self.adopt(0, verdict)
 
     def is_mixed(self, save: SaveId) -> bool:
         """Return True if the ranks have not written a save by one table."""
@@ -604,7 +612,9 @@ class World:
 
     def start(self, verdict: Verdict) -> None:
         """Begin to train."""
-        self.verdict, self.answers, self.line = verdict, dict[int, Answer](), list(verdict.verified)
+        self.verdict = self.published = verdict  # the newest one of rank 0, and the newest one in the store
+        self.heard = {verdict.number: verdict}
+        self.answers, self.line = dict[int, Answer](), list(verdict.verified)
         self.processes = [Process(Member(verdict, self.keep)) for _ in range(self.ranks)]
         kind = CarelessLeader if self.broken else Leader
         self.leader = kind(self.processes[0].member, self.ranks, self.persist_every)
@@ -740,11 +750,12 @@ class World:
             self.stopped.add(self.random.randrange(self.ranks))
             self.patience = 100
             before = [process.calls for process in self.processes]
-            for _ in range(1500):
+            running = [rank for rank in range(self.ranks) if rank not in self.stopped]
+            for number in range(quiet):
                 self.tick()
-            if any(self.processes[r].calls <= before[r] for r in range(self.ranks) if r not in self.stopped):
-                raise Violation("a rank that has stopped blocks the training of another")
-            return
+                if number >= 1500 and all(self.processes[rank].calls > before[rank] for rank in running):
+                    return
+            raise Violation("a rank that has stopped blocks the training of another")
         self.calm_after = max(process.calls for process in self.processes)
         self._expect_progress(quiet)
 

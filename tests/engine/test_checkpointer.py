@@ -34,7 +34,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.slot import Slot
 from tests.memory.support import fill_up
-from tests.support.forked import call, call_team, preload, wait_until
+from tests.support.forked import call, call_team, preload
 from tests.support.tmpfs import SMALL_TMPFS_BYTES
 from tests.workers import checkpointer_jobs as jobs
 
@@ -61,8 +61,7 @@ def test_a_save_is_staged_committed_and_verified(checkpointer: Checkpointer) -> 
     found = safetensors.torch.load_file(Path(checkpointer.id(5)) / manifest.object_name)
     assert found["model.w"].tolist() == [500.0] * jobs.SIZE
     assert bytes(found["note"]) == b"nnnnn"
-    assert (checkpointer.stats.committed, checkpointer.stats.last_verified) == (1, 5)
-    wait_until(lambda: checkpointer.status.verified == 5, "step 5 in the status")
+    assert (checkpointer.status.saves, checkpointer.status.verified) == (1, 5)
     with pytest.raises(InvalidArgumentError, match="not above step 5"):
         checkpointer.begin(5)
 
@@ -74,7 +73,7 @@ def test_versions_that_nobody_has_asked_about_are_not_overwritten(tmpfs: Path) -
     with Checkpointer(tmpfs / "job") as second:
         assert second.run == 0
         for call_it in (lambda: second.begin(6), lambda: second.check_usable("resume()")):
-            with pytest.raises(UnaskedVersionsError, match="nobody has asked about"):
+            with pytest.raises(UnaskedVersionsError, match="saving would overwrite them"):
                 call_it()
         assert second.latest() == second.id(5)
         assert second.run == 2
@@ -146,7 +145,7 @@ def test_a_save_that_fails_leaves_no_trace(checkpointer: Checkpointer) -> None:
         save.fill([("a", torch.ones(1)), ("a", torch.ones(1))])
     assert isinstance(save.verified.exception(0), InvalidArgumentError)
     jobs.begin_and_commit(checkpointer, 5).verified.result(30)
-    assert (checkpointer.stats.failed, checkpointer.stats.committed) == (4, 1)
+    assert (checkpointer.status.failures, checkpointer.status.saves) == (4, 1)
     assert list(checkpointer.container.list_versions()) == [(1, 5)]
 
 
@@ -157,7 +156,7 @@ def test_without_a_slot_a_loop_skips_and_somebody_who_waits_gets_one(checkpointe
     skipped = checkpointer.begin(3)
     with pytest.raises(SkippedError, match="no slot is free"):
         skipped.stage(jobs.state_of(0, 3))
-    assert (checkpointer.stats.skipped, checkpointer.stats.failed) == (1, 0)
+    assert (checkpointer.status.skipped, checkpointer.status.failures) == (1, 0)
     explicit = checkpointer.begin(4, explicit=True)
     staged = threading.Thread(target=lambda: explicit.stage(jobs.state_of(0, 4)))
     staged.start()
@@ -283,8 +282,8 @@ def test_readers_keep_a_slot_from_being_reused(checkpointer: Checkpointer) -> No
             with suppress(SkippedError):
                 jobs.begin_and_commit(checkpointer, step, explicit=False).verified.result(30)
                 stack.enter_context(checkpointer.container.open_part(SaveId(1, step), 0))
-        assert 2 <= checkpointer.stats.committed <= 4
-        assert checkpointer.stats.committed + checkpointer.stats.skipped == 8
+        assert 2 <= checkpointer.status.saves <= 4
+        assert checkpointer.status.saves + checkpointer.status.skipped == 8
     jobs.begin_and_commit(checkpointer, 20).verified.result(30)
 
 

@@ -160,6 +160,16 @@ def test_a_run_that_has_ended_takes_no_copies_in(pair: _Job) -> None:
     assert pair.steps_at(1) == [1]
 
 
+def test_a_push_of_an_earlier_run_is_refused_though_both_ranks_are_in_a_later_one(pair: _Job) -> None:
+    pair.copied(1)
+    assert pair(0, "save", 2) is None
+    for rank in (0, 1):
+        assert pair(rank, "begin_run", RUN + 1) is None
+    before = pair(1, "number")
+    assert f"the push is of run {RUN}, and this rank is in run {RUN + 1}" in pair(0, "push", 2)
+    assert pair(1, "number") == before, "its verdict is not heard"
+
+
 def test_a_full_tmpfs_refuses_a_copy_and_takes_it_once_there_is_room(small_tmpfs: Path) -> None:
     with _Job(small_tmpfs, 2, 1, None, 0.2) as job:
         job(0, "save", 1)
@@ -241,7 +251,7 @@ def _constructed(root: Path, *args: Any, placement: list[int] | None = None) -> 
 
 def test_a_rank_that_cannot_listen_is_an_error_everywhere(tmpfs: Path) -> None:
     results = _constructed(tmpfs, 1, "192.0.2.1")  # no address of this host
-    assert "ReplicationError: another rank cannot serve its peers" in results[0]
+    assert "ReplicationError: serving peers failed on rank 1, node-1: cannot listen" in results[0]
     assert "ReplicationError: cannot listen on 192.0.2.1" in results[1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.pool import Pool, SlotRequest
+from ml_flashpoint.status import Status
 from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.location import open_durable
 from ml_flashpoint.stores.version_store import StoredObject
@@ -62,8 +64,23 @@ class Job:
             for rank in range(RANKS)
         ]
         self.number = 0
+        self.status = [Status(rank=rank, node="node-0") for rank in range(RANKS)]
+        self._events = contextlib.ExitStack()
+        self._events.enter_context(events.subscribe(self._reduce, root, at_once=True))
         if waits:
             wait_until(lambda: all(persister.owns_store for persister in self.persisters), "the store is owned")
+
+    def _reduce(self, event: events.Event) -> None:
+        self.status[event.rank] = self.status[event.rank].after(event)
+
+    def await_silence(self, rank: int) -> None:
+        """Wait until a rank notices that the store does not answer."""
+
+        def is_silent() -> bool:
+            self.persisters[rank].look()
+            return "has not answered" in str(self.status[rank].persist_error)
+
+        wait_until(is_silent, "the store is silent")
 
     def commit(self, step: int, *, run: int = 1) -> list[Any]:
         """Commit a step on all ranks; return what each rank's pool gave for it."""
@@ -88,8 +105,7 @@ class Job:
         return [version.step for version in self.store.versions() if version.counts]
 
     def await_persisted(self, step: int) -> None:
-        for persister in self.persisters:
-            wait_until(lambda it=persister: it.health.persisted == step, f"{step} is persisted: {persister.health}")  # type: ignore[misc]
+        wait_until(lambda: all(each.persisted == step for each in self.status), f"{step} is persisted: {self.status}")
         wait_until(lambda: not self.persisters[0].is_busy, "rank 0 has nothing to do")
 
     def check(self) -> None:
@@ -105,6 +121,7 @@ class Job:
     def close(self) -> None:
         for persister in self.persisters:
             persister.close()
+        self._events.close()
         for pool in self.pools:
             pool.close()
 
@@ -157,22 +174,21 @@ def test_what_a_job_went_back_from_is_not_persisted_at_the_end(job: Job) -> None
 
 def test_nothing_verified_is_nothing_to_wait_for(job: Job) -> None:
     assert job.persisters[0].finish(0)
-    assert job.persisters[0].health == job.persisters[1].health
 
 
 def test_a_part_whose_slot_is_gone_is_not_waited_for(job: Job) -> None:
     job.verify(10, due=10)
-    wait_until(lambda: job.persisters[0].health.failures > 0, "a failure")
+    wait_until(lambda: job.status[0].persist_failures > 0, "a failure")
     wait_until(lambda: not job.persisters[0].is_busy, "rank 0 has nothing to do")
     assert job.persisters[0].finish(30) is False
-    assert "slot" in str(job.persisters[0].health.error)
+    assert "slot" in str(job.status[0].persist_error)
 
 
 def test_a_part_whose_slot_is_gone_is_not_tried_again_at_the_end(job: Job) -> None:
     job.verify(10)
     assert job.persisters[1].finish(30) is False
-    assert "slot" in str(job.persisters[1].health.error)
-    assert job.persisters[1].health.failures == 1
+    assert "slot" in str(job.status[1].persist_error)
+    assert job.status[1].persist_failures == 1
 
 
 def test_the_slot_of_a_part_is_not_reused_while_a_store_hangs(tmpfs: Path, faults: Faults) -> None:
@@ -202,8 +218,7 @@ def test_a_store_that_hangs_for_long_does_not_keep_the_slot(
     job.verify(10, due=10)
     assert faults.met.wait(30)
     monkeypatch.setenv("FLASHPOINT_TRANSFER_DEADLINE_S", "0.05")
-    wait_until(lambda: "has not answered" in str(job.persisters[0].health.error), "the store hangs")
-    job.persisters[0].look()
+    job.await_silence(0)
     assert slots[0] in [job.commit(step)[0] for step in range(20, 70, 10)]
     monkeypatch.undo()
     faults.now = None
@@ -226,8 +241,8 @@ def test_other_content_in_the_slot_of_a_part_that_was_given_up_is_no_failure(tmp
     assert slots[0] in given, "step 20 is persisted in place of step 10"
     faults.now = None
     faults.go_on.set()
-    wait_until(lambda: all(persister.health.persisted == 20 for persister in job.persisters), "step 20 is persisted")
-    assert [persister.health.failures for persister in job.persisters] == [0, 0]
+    job.await_persisted(20)
+    assert [each.persist_failures for each in job.status] == [0, 0]
     job.check()
     job.close()
 
@@ -257,12 +272,11 @@ def test_jobs_with_one_url_and_one_run_number_never_complete_a_version_of_both(t
     for job in (one, other):
         job.commit(10)
     other.verify(10, due=10, ranks=[1])
-    wait_until(lambda: other.persisters[1].health.persisted == 10, "a part of one job")
+    wait_until(lambda: other.status[1].persisted == 10, "a part of one job")
     one.verify(10, due=10)
-    for persister in one.persisters:
-        wait_until(lambda it=persister: "another job" in str(it.health.error), "failures on both ranks")  # type: ignore[misc]
+    wait_until(lambda: all("another job" in str(each.persist_error) for each in one.status), "failures on both ranks")
     other.verify(10, due=10, ranks=[0])
-    wait_until(lambda: "another job" in str(other.persisters[0].health.error), "a failure on rank 0 of the other job")
+    wait_until(lambda: "another job" in str(other.status[0].persist_error), "a failure on rank 0 of the other job")
     assert one.steps == []
     other.close()
     one.close()
@@ -282,16 +296,15 @@ def test_a_rank_that_cannot_write_is_named_and_the_next_version_is_tried(tmpfs: 
     with events.subscribe(told.append, tmpfs):
         job.commit(10)
         job.verify(10, due=10)
-        for persister in job.persisters:
-            wait_until(lambda it=persister: it.health.error is not None, "a failure on both ranks")  # type: ignore[misc]
+        wait_until(lambda: None not in [each.persist_error for each in job.status], "a failure on both ranks")
         wait_until(lambda: not job.persisters[0].is_busy, "rank 0 waits no longer")
-        assert "rank 1 could not write its part: the quota is used up" in str(job.persisters[0].health.error)
+        assert "rank 1 could not write its part: the quota is used up" in str(job.status[0].persist_error)
         refusing.clear()
         job.commit(20)
         job.verify(20, due=20)
         job.await_persisted(20)
         events.flush()
-    assert [job.steps, job.persisters[0].health.error, job.persisters[0].health.failures] == [[20], None, 1]
+    assert [job.steps, job.status[0].persist_error, job.status[0].persist_failures] == [[20], None, 1]
     assert {(event.rank, event.step) for event in told if isinstance(event, events.PersistFailed)} == {(0, 10), (1, 10)}
     assert [event.step for event in told if isinstance(event, events.VersionPersisted)] == [20]
     job.close()
@@ -304,7 +317,7 @@ def test_the_end_tries_again_what_failed(tmpfs: Path, faults: Faults) -> None:
     ended = [threading.Thread(target=persister.finish, args=(30,)) for persister in job.persisters]
     for thread in ended:
         thread.start()
-    wait_until(lambda: all(each.health.failures for each in job.persisters), "failures")
+    wait_until(lambda: all(each.persist_failures for each in job.status), "failures")
     faults.now = None
     for thread in ended:
         thread.join()
@@ -324,16 +337,15 @@ def test_the_end_writes_again_what_was_given_up_while_the_store_was_silent(
         thread.start()
     assert faults.met.wait(30)
     monkeypatch.setenv("FLASHPOINT_TRANSFER_DEADLINE_S", "0.05")
-    for persister in job.persisters:
-        wait_until(lambda it=persister: "has not answered" in str(it.health.error), "the store is silent")  # type: ignore[misc]
-        persister.look()
+    for rank in range(RANKS):
+        job.await_silence(rank)
     monkeypatch.undo()
     faults.now = None
     faults.go_on.set()
     for thread in ended:
         thread.join()
     assert job.steps == [10]
-    assert [persister.health.failures for persister in job.persisters] == [0, 0]
+    assert [each.persist_error for each in job.status] == [None, None]
     job.check()
     job.close()
 

@@ -90,7 +90,7 @@ def parts_of(node: Node, peer: Peer | None = None) -> MemoryParts:
 
 
 def reader_of(parts: Any) -> VersionReader:
-    return VersionReader(CheckpointContainerId(f"/base/{SAVE.version}"), SAVE, 2, parts)
+    return VersionReader(CheckpointContainerId(f"/base/{SAVE.version}"), 2, parts)
 
 
 def damage(path: Path) -> None:

@@ -44,9 +44,9 @@ def settle(*children: Child) -> None:
         assert child.next_report("settled", timeout_s=120) == ("settled", True), child.failure("saves did not settle")
 
 
-def stats(child: Child) -> dict[str, object]:
-    child.say("stats")
-    return dict(child.next_report("stats")[1])
+def status(child: Child) -> dict[str, object]:
+    child.say("status")
+    return dict(child.next_report("status")[1])
 
 
 def versions(root: Path, node: int) -> set[str]:
@@ -64,7 +64,7 @@ def test_a_peer_that_hangs_and_comes_back(tmpfs: Path) -> None:
         save(one, 3, 4)
         wait_until(lambda: "replication fails" in one.log, "an error in the log", LATE_S)
         save(one, *range(5, 15))
-        assert stats(one)["last_verified"] == 2
+        assert status(one)["verified"] == 2
         assert "step-2_ckpt" in versions(tmpfs, 0), "the verified version must stay"
         other.go_on()
         save(other, *range(3, 15))
@@ -72,8 +72,8 @@ def test_a_peer_that_hangs_and_comes_back(tmpfs: Path) -> None:
         for child in (one, other):
             save(child, 15, 16)
         settle(one, other)
-        assert [stats(child)["last_verified"] for child in (one, other)] == [16, 16]
-        assert stats(one)["copy_error"] is None
+        assert [status(child)["verified"] for child in (one, other)] == [16, 16]
+        assert status(one)["replication_error"] is None
         assert one.log.count("replication fails") == 1, one.log
         assert one.log.count("replication works again") == 1, one.log
         assert "step-16_ckpt" in versions(tmpfs, 0) & versions(tmpfs, 1)
@@ -91,8 +91,8 @@ def test_a_peer_that_vanishes_and_is_replaced(tmpfs: Path) -> None:
         shutil.rmtree(tmpfs / "node-1")
         save(one, *range(3, 20))
         settle(one)
-        found = stats(one)
-        assert (found["last_committed"], found["last_verified"]) == (19, 2)
+        found = status(one)
+        assert (found["committed"], found["verified"]) == (19, 2)
         assert "step-2_ckpt" in versions(tmpfs, 0)
         assert one.log.count("replication fails") == 1, one.log
         assert len(list(tmpfs.glob("node-0/job/.flashpoint/slots/*/*"))) <= 4 + 3
@@ -102,7 +102,7 @@ def test_a_peer_that_vanishes_and_is_replaced(tmpfs: Path) -> None:
             for child in ranks.ranks:
                 save(child, step)
         settle(*ranks.ranks)
-        assert [stats(child)["last_verified"] for child in ranks.ranks] == [4, 4]
+        assert [status(child)["verified"] for child in ranks.ranks] == [4, 4]
         assert "step-4_ckpt" in versions(tmpfs, 0) & versions(tmpfs, 1)
 
 
@@ -115,7 +115,7 @@ def test_what_ranks_save_at_different_steps_is_not_verified(tmpfs: Path) -> None
         save(one, 3)
         save(other, 30)
         settle(one, other)
-        assert [stats(child)["last_verified"] for child in (one, other)] == [2, 2]
+        assert [status(child)["verified"] for child in (one, other)] == [2, 2]
         assert {"step-2_ckpt"} <= versions(tmpfs, 0) & versions(tmpfs, 1)
     assert call_team(fault_team.team_load, tmpfs, 2, "small") == [(2, 0), (2, 0)]
 
@@ -130,5 +130,5 @@ def test_a_rank_that_is_behind_delays_only_what_is_verified(tmpfs: Path) -> None
         assert "step-2_ckpt" in versions(tmpfs, 0)
         save(other, *range(3, 9))
         settle(one, other)
-        assert [stats(child)["last_verified"] for child in (one, other)] == [8, 8]
+        assert [status(child)["verified"] for child in (one, other)] == [8, 8]
         assert "step-8_ckpt" in versions(tmpfs, 0) & versions(tmpfs, 1)

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint.engine.recovery import Recovery
-from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.stores.location import open_store
 from ml_flashpoint.tools.export import export_version
 from tests.support.forked import Child, Team
@@ -29,7 +28,7 @@ def verify(store: Path) -> int:
         for rank in version.ranks:
             manifest = open_store(store).manifest(version, rank)
             record, content = manifest.record, (store / version.folder / manifest.object_name).read_bytes()
-            verify_blocks(content[: record.size], record.digests, record.block_size)
+            record.check(content[: record.size])
     return found[0].step if found else 0
 
 

@@ -211,19 +211,20 @@ def _said(base: Path, setup: str = "", fallback: str = "None", *, cold: bool = F
 def test_says_where_it_goes_on_and_that_it_saves(base: Path) -> None:
     said = _said(base, cold=True)
     assert len(said) == 4, said
-    assert said[0] == f"ml_flashpoint: no checkpoint to go on from in {base}: training starts at step 0"
+    assert said[0] == f"ml_flashpoint: no version in {base}: training starts at step 0"
     assert re.fullmatch(
-        r"ml_flashpoint: first save works: step [123], [\d.]+ MB of this rank in memory; it held .* [\d.]+ s", said[1]
+        r"ml_flashpoint: first save committed: step [123], [\d.]+ MB on this rank; it blocked .* [\d.]+ s",
+        said[1],
     )
     assert said[2].startswith(f"ml_flashpoint: resumed at step 3 from memory ({base}/step-3_ckpt) in ")
-    assert said[3].startswith("ml_flashpoint: first save works: step ")
+    assert said[3].startswith("ml_flashpoint: first save committed: step ")
 
 
 @pytest.mark.slow
 def test_says_it_once_where_logging_is_set_up(base: Path) -> None:
     setup = "import logging; logging.basicConfig(level=logging.INFO, format='%(name)s | %(message)s')"
     said = [line for line in _said(base, setup, "lambda: 5") if "ml_flashpoint.flashpoint |" in line]
-    assert said[0].endswith(": at step 5, from the fallback")
+    assert said[0].endswith(": resumed at step 5 from the fallback")
     assert len(said) == 4
 
 

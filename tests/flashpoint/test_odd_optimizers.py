@@ -182,6 +182,19 @@ def test_groups_that_were_divided_otherwise(base: Path) -> None:
         resumed(base, model=model, optimizer=mixed)
 
 
+def test_a_group_keeps_the_names_of_its_own_parameters(base: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    groups: list[Any] = [{"params": list(part.named_parameters(prefix=str(n)))} for n, part in enumerate(model)]
+    save(base, model=model, optimizer=torch.optim.AdamW(groups, lr=0.5))
+    swapped = torch.optim.AdamW(groups[::-1], lr=0.1)
+    assert resumed(base, model=model, optimizer=swapped) == 1
+    assert [group["param_names"] for group in swapped.param_groups] == [["1.weight", "1.bias"], ["0.weight", "0.bias"]]
+    together = torch.optim.AdamW(model.named_parameters(), lr=0.1)
+    assert resumed(base, model=model, optimizer=together) == 1
+    (group,) = together.param_groups
+    assert (group["lr"], len(group["param_names"])) == (0.5, 4)
+
+
 class WithClosure(torch.optim.Optimizer):
     """One that takes no step by itself, as those that look for flat minima."""
 

@@ -90,7 +90,7 @@ def test_health_and_recovery_tell_what_happened(base: Path) -> None:
         found = fp.last_recovery
         assert found is not None
         assert (found.source, found.step, found.version, found.discarded) == ("memory", 3, "step-3_ckpt", ())
-        assert 0 < found.load_s < found.total_s
+        assert 0 < found.load_s < found.seconds
         assert found.fetched_bytes == 0
         assert fp.last_saved == 3
 

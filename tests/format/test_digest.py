@@ -20,9 +20,9 @@ from ml_flashpoint.format.digest import (
     block_count,
     digest_block,
     digest_blocks,
-    verify_blocks,
 )
 from ml_flashpoint.format.errors import DigestMismatchError
+from ml_flashpoint.format.manifest import ObjectRecord
 
 SMALL = 64
 
@@ -101,53 +101,50 @@ class TestDigestBlocks:
             mapping.close()
 
 
-class TestVerifyBlocks:
+class TestCheck:
+    @staticmethod
+    def record_of(data: bytes) -> ObjectRecord:
+        return ObjectRecord(len(data), len(data), digests_of(data), SMALL)
+
     def test_every_changed_byte_is_found(self) -> None:
         data = bytearray(noise(3 * SMALL + 7))
-        digests = digests_of(bytes(data))
-        verify_blocks(data, digests, SMALL)
+        record = self.record_of(bytes(data))
+        record.check(data)
         for position in range(len(data)):
             data[position] ^= 1 << (position % 8)
             with pytest.raises(DigestMismatchError, match=f"block {position // SMALL},"):
-                verify_blocks(data, digests, SMALL)
+                record.check(data)
             data[position] ^= 1 << (position % 8)
 
-    def test_every_truncation_is_found(self) -> None:
+    def test_every_truncation_and_more_is_found(self) -> None:
         data = noise(2 * SMALL + 7)
-        digests = digests_of(data)
-        for length in range(len(data)):
+        record = self.record_of(data)
+        for length in set(range(len(data))) - {0, SMALL, 2 * SMALL}:
             with pytest.raises(DigestMismatchError):
-                verify_blocks(data[:length], digests, SMALL)
-        with pytest.raises(DigestMismatchError, match="3 digests are recorded"):
-            verify_blocks(data[: 2 * SMALL], digests, SMALL)
+                record.check(data[:length])
+        with pytest.raises(DigestMismatchError):
+            record.check(data + noise(SMALL))
 
     def test_says_where(self) -> None:
         data = bytearray(noise(4 * SMALL - 1))
-        digests = digests_of(bytes(data))[1:]
+        record = self.record_of(bytes(data))
         part = memoryview(data)[SMALL:]
-        verify_blocks(part, digests, SMALL, first_block=1)
+        record.check(part, SMALL)
         data[2 * SMALL] ^= 255
-        data[-1] ^= 255
-        with pytest.raises(DigestMismatchError) as raised:
-            verify_blocks(part, digests, SMALL, first_block=1, path="/base/object")
-        shown = str(raised.value)
-        assert f"block 2, bytes {2 * SMALL} to {3 * SMALL}," in shown
-        assert "2 of 3 blocks differ" in shown
+        with pytest.raises(DigestMismatchError, match=f"block 2, from byte {2 * SMALL} on,") as raised:
+            record.check(part, SMALL, path="/base/object")
         assert raised.value.path == "/base/object"
-        data[2 * SMALL] ^= 255
-        with pytest.raises(DigestMismatchError, match=f"block 3, bytes {3 * SMALL} to {4 * SMALL - 1},"):
-            verify_blocks(part, digests, SMALL, first_block=1)
 
     def test_nothing_is_fine(self) -> None:
-        verify_blocks(b"", ())
+        self.record_of(b"").check(b"")
 
     def test_lets_go_of_the_buffer(self) -> None:
         with mmap.mmap(-1, SMALL) as mapping:
-            verify_blocks(mapping, [digest_block(bytes(SMALL))])
+            self.record_of(bytes(SMALL)).check(mapping)
             mapping.close()
         with mmap.mmap(-1, SMALL) as mapping:
             with pytest.raises(DigestMismatchError):
-                verify_blocks(mapping, ["0" * 16])
+                self.record_of(b"x" * SMALL).check(mapping)
             gc.collect()
             mapping.close()
 

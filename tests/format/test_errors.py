@@ -56,8 +56,8 @@ def test_step_and_rank_zero_are_shown() -> None:
 def test_invalid_argument_names_argument_and_value() -> None:
     error = InvalidArgumentError("must be positive", argument="every_n_steps", value=-1, rank=2)
     assert str(error) == "every_n_steps must be positive, got -1 [rank 2]"
-    error = InvalidArgumentError("these are different steps", argument="SOURCE", value="a@1, a@2")
-    assert str(error) == "these are different steps [SOURCE='a@1, a@2']"
+    error = InvalidArgumentError("the sources name different steps", argument="SOURCE", value="a@1, a@2")
+    assert str(error) == "the sources name different steps [SOURCE='a@1, a@2']"
 
 
 def test_invalid_argument_keeps_no_big_or_unpicklable_value() -> None:

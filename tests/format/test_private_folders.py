@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint.format.errors import FlashpointError, SaveError, UnreadableError, UnsafePathError
-from ml_flashpoint.format.files import check_unplanted, check_way, make_tree, open_folder
+from ml_flashpoint.format.files import check_folder, check_unplanted, check_way, make_tree
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.container import BaseContainer, JobLock, Owner
 from ml_flashpoint.memory.pool import Pool
@@ -264,8 +264,8 @@ def test_storage_of_others_is_used_but_nothing_that_they_planted(tmpfs: Path, vi
 def test_want_of_descriptors_says_nothing_about_a_folder(tmpfs: Path) -> None:
     with NoDescriptors():
         with pytest.raises(OSError, match="Too many open files") as caught:
-            open_folder(tmpfs)
+            check_folder(tmpfs)
         with pytest.raises(UnreadableError, match="Too many open files"):
             make_tree(tmpfs, tmpfs)
     assert caught.value.errno == errno.EMFILE
-    os.close(open_folder(tmpfs))
+    check_folder(tmpfs, mend=True)

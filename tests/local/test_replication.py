@@ -62,8 +62,6 @@ def test_the_lazy_strategy_is_the_same() -> None:
     assert isinstance(lazy, ReplicationStrategy)
     # The ranks of a job compare their strategies by these.
     assert repr(lazy) == repr(eager)
-    assert lazy == eager
-    assert hash(lazy) == hash(eager)
     assert repr(lazy) != repr(LazyCliqueReplicationStrategy(3, 2))
 
 
@@ -90,7 +88,7 @@ def test_a_wrapped_group_is_as_good_as_the_group() -> None:
         wrapped = GroupWrapper(group)
         assert (wrapped.group, wrapped.ranks, GroupWrapper().ranks) == (group, [0], [0])
         assert GroupWrapper.wrap(wrapped) is wrapped
-        assert CliqueReplicationStrategy(wrapped) == CliqueReplicationStrategy(group)
+        assert repr(CliqueReplicationStrategy(wrapped)) == repr(CliqueReplicationStrategy(group))
         with pytest.raises(InvalidArgumentError, match="group"):
             GroupWrapper.wrap([0])  # type: ignore[arg-type]
     finally:

@@ -137,9 +137,9 @@ def test_iterations_are_persisted_and_found_where_memory_has_none(tmpfs: Path) -
     with manager(tmpfs, **options) as made:
         assert made.find_latest() == -1
         save(made, 1, 2)
-        wait_until(lambda: made.persist_health.persisted == 2, "it is persisted")
+        wait_until(lambda: made.status.persisted == 2, "it is persisted")
         save(made, 3)
-        wait_until(lambda: made.persist_health.lag == 1, "the next one is verified")
+        wait_until(lambda: made.status.persist_lag == 1, "the next one is verified")
     assert persisted_steps(store) == [3, 2], "the end persists the last one"
     with manager(tmpfs, **options) as made:
         assert loaded(made) == (3, 3.0, "memory")
@@ -163,4 +163,4 @@ def test_iterations_are_persisted_and_found_where_memory_has_none(tmpfs: Path) -
 
 def test_without_a_store_there_is_nothing_to_tell(tmpfs: Path) -> None:
     with manager(tmpfs) as made:
-        assert made.persist_health.persisted is None
+        assert made.status.persisted is None

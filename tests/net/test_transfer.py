@@ -13,7 +13,6 @@ import pytest
 from ml_flashpoint.format.errors import (
     CapacityError,
     DigestMismatchError,
-    InvalidArgumentError,
     ManifestError,
     ObjectNotFoundError,
     ProtocolError,
@@ -293,12 +292,6 @@ def test_a_failing_backend_is_reported_and_survived() -> None:
         with connection_to(service) as another:
             push(another, b"x")
     assert len(store.committed) == 1
-
-
-def test_a_push_of_other_sizes_than_the_manifest_says_is_refused() -> None:
-    four = record_of(b"four")
-    with serving() as service, connection_to(service) as peer, pytest.raises(InvalidArgumentError):
-        peer.push(manifest_of(four), memoryview(b"three"))
 
 
 def test_a_payload_other_than_the_announced_one_is_refused() -> None:

@@ -360,7 +360,7 @@ class Checked:
             tree = Tree(self.tracked.to_save())
         except Exception:  # of whatever kind torch raises of what it has no names for
             return False
-        if self.offer is None or not self.offer.structure.is_of(tree):
+        if self.offer is None or self.offer.structure != tree.structure:
             self.offer = None
             self.offer = Offer(tree)
             self.share = Share(self.offer, range(len(self.offer.plan.items)))

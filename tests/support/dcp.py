@@ -81,6 +81,7 @@ class Door:
         save = self.saver.saves.begin(CheckpointContainerId(self.version(step)), None)
         save.fill(tensors, byte_items)
         save.commit()
+        save.committed.result(RESULT_TIMEOUT_S)
 
     def latest(self) -> int | None:
         """The step that a recovery would go on from."""

@@ -267,9 +267,9 @@ def train(
         assert io.save_strategy.last_error is None
         context = resume.get_context_path()
         assert io.engine.wait(60)
-        report(persisted=io.engine.persist_health.persisted)
+        report(persisted=io.engine.status.persisted)
         report(kept=[each.step for each in io.engine.versions()])
-        report(committed=io.engine.stats.committed)
+        report(committed=io.engine.status.saves)
         objects = [each.stat().st_size for each in base_path().glob(f"step-*/rank-{rank():05d}-*.safetensors")]
         report(bytes=max(objects))
         report(context=sorted(path.name for path in context.iterdir()) if context is not None else None)

@@ -145,7 +145,7 @@ def test_missing_parts_are_named(
     bases: list[Path], url: str, store: DurableVersions, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commit_all(bases, 7, {0: [0, 2], 1: [0]})
-    with pytest.raises(MissingPartsError, match="of step 7, those of ranks 1, 3 of 4 are missing"):
+    with pytest.raises(MissingPartsError, match="of step 7, the parts of ranks 1, 3 of 4 are missing"):
         persist_version(bases, url)
     assert flashpoint("persist", *bases, "--to", url, "--json") == 1
     assert "ranks 1, 3 of 4" in json.loads(capsys.readouterr().out)["error"]
@@ -250,7 +250,7 @@ def test_one_part_that_cannot_be_written_stops_the_others(
 
 def test_not_while_somebody_else_persists_there(bases: list[Path], url: str, store: DurableVersions) -> None:
     commit_all(bases, 7, {0: [0, 1, 2, 3]})
-    with store.owned(), pytest.raises(JobInUseError, match="somebody persists there"):
+    with store.owned(), pytest.raises(JobInUseError, match="a job persists at this URL"):
         persist_version(bases[0], url)
     persist_version(bases[0], url)
     assert stored(store) == {7: expected(7)}

@@ -69,7 +69,7 @@ def test_the_newest_goes_only_if_that_is_said(url: str, store: DurableVersions) 
 def test_what_is_not_whole_is_not_what_a_job_goes_on_from(url: str, store: DurableVersions) -> None:
     newest = counting(store)[0]
     store.files.remove(f"{newest.folder}/{object_name(0, newest.save_id)}")
-    with pytest.raises(InvalidArgumentError, match=r"step-2_ckpt is the newest that is whole"):
+    with pytest.raises(InvalidArgumentError, match=r"step-2_ckpt is the newest complete version"):
         remove_versions(url, 2)
     assert len(remove_versions(url, 1)) == 2
     assert steps(store) == [2]
@@ -88,7 +88,7 @@ def test_all_goes_but_what_is_of_no_training_job(url: str, root: Path, store: Du
 
 
 def test_not_while_somebody_persists_there(url: str, store: DurableVersions) -> None:
-    with store.owned(), pytest.raises(JobInUseError, match="somebody persists there"):
+    with store.owned(), pytest.raises(JobInUseError, match="a job persists at this URL"):
         remove_versions(url, 2)
     assert steps(store) == [1, 2, 1]
 
@@ -135,7 +135,7 @@ def test_the_command(url: str, root: Path, store: DurableVersions, capsys: pytes
     assert flashpoint("rm", f"{url}@2") == 2
     assert "pass --yes" in capsys.readouterr().err
     assert flashpoint("rm", f"{root}@1", "--yes") == 2
-    assert "say --newest" in capsys.readouterr().err
+    assert "pass --newest" in capsys.readouterr().err
     assert steps(store) == [1, 2, 1]
     assert flashpoint("rm", f"{root}@2", "--yes", "--json") == 0
     assert json.loads(capsys.readouterr().out)["versions"] == [f"run-{part(2).save.text}/step-2_ckpt"]

@@ -95,7 +95,7 @@ def save_in_a_loop(report: Report, rank: int, steps: int) -> tuple[int, int, boo
         ended = checkpointer.wait(60)
         errors = {type(save.verified.exception()) for save in saves if save.committed.exception() is None}
         assert errors <= {type(None), SupersededError}, errors
-        return checkpointer.stats.last_verified or 0, checkpointer.stats.skipped, ended
+        return checkpointer.status.verified or 0, checkpointer.status.skipped, ended
 
 
 def open_elsewhere(report: Report, folder: str) -> str:

@@ -59,7 +59,7 @@ class Rank:
         self.own.commit(slot, fill(slot, save, self.ranks.rank, self.ranks.world_size, numbers))
 
     def push(self, step: int) -> None:
-        self.copies.push(SaveId(RUN, step), self.verdict, self.own)
+        self.copies.push(SaveId(RUN, step), RUN, self.verdict, self.own)
 
     def hear(self, number: int, verified: list[int], recovered: int | None = None) -> None:
         saves = tuple(SaveId(RUN, step) for step in verified)
@@ -106,6 +106,9 @@ class Rank:
 
     def end_run(self) -> None:
         self.copies.end()
+
+    def begin_run(self, run: int) -> None:
+        self.copies.serve(run, self.adopt, lambda: self.verdict.retained)
 
     def push_crafted(self, to: int, run: int, number: int | None = None, **changes: Any) -> None:
         """Push a part of this rank that is not what it should be."""

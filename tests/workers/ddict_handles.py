@@ -12,7 +12,6 @@ import torch
 
 from ml_flashpoint.ddict import DDict
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError
-from ml_flashpoint.ddict.runtime import embedded
 
 
 def answer(dictionary: DDict, pipe: Connection) -> None:
@@ -93,5 +92,16 @@ def create_and_wait(pipe: Connection) -> None:
         dictionary.checkpoint()
         assert dictionary.sync_to_newest_checkpoint() == 0
         runtime: Any = dictionary._runtime
-        pipe.send((str(runtime.base), [*runtime.pids().values(), embedded.fork_server().pid]))
+        pipe.send((str(runtime.base), list(runtime.pids().values())))
+        time.sleep(600)
+
+
+def create_and_fork(pipe: Connection) -> None:
+    """The same, and has a child of its own, as a program does that forks workers."""
+    with DDict(1, 2, 64 << 20, timeout=20) as dictionary:
+        child = os.fork()
+        if not child:
+            signal.pause()
+        runtime: Any = dictionary._runtime
+        pipe.send((str(runtime.base), list(runtime.pids().values()), child))
         time.sleep(600)

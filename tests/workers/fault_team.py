@@ -48,7 +48,7 @@ def team_save(report: Report, rank: int, size: str, steps: list[int], life: int,
         report("committed", step)
         if not engine.checkpointer.wait(30):
             raise AssertionError("the copies were not made in time")
-        report("verified", engine.checkpointer.stats.last_verified or 0)
+        report("verified", engine.checkpointer.status.verified or 0)
     engine.close()
     return changes()
 
@@ -63,7 +63,7 @@ def team_save_for_ever(report: Report, rank: int, size: str, first: int, life: i
         report("begins", step)
         engine.save(size, step, life)
         report("committed", step)
-        report("verified", engine.checkpointer.stats.last_verified or 0)
+        report("verified", engine.checkpointer.status.verified or 0)
         step += 1
 
 
@@ -89,8 +89,8 @@ def team_obey(report: Report, rank: int, size: str) -> None:
                 report("committed", step, time.monotonic() - began)
             case ("wait", deadline_s):
                 report("settled", engine.checkpointer.wait(deadline_s))
-            case ("stats",):
-                report("stats", asdict(engine.checkpointer.stats))
+            case ("status",):
+                report("status", asdict(engine.checkpointer.status))
             case ("end",):
                 break
     # No farewell to peers: some of them may be gone.

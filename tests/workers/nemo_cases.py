@@ -418,8 +418,6 @@ def refusals(base: Path) -> None:
     refused("must be an absolute path", trainer, "relative")
     refused("is not that of the callback", trainer, f"{base}-2")
     refused("must be True or False", trainer, async_save=1)
-    refused("write_thread_count", trainer, write_thread_count=0)
-    refused("initial_write_buffer_size_bytes", trainer, initial_write_buffer_size_bytes=0)
     refused("must be nemo.lightning's AutoResume", trainer, default_auto_resume="last")
     with pytest.raises(InvalidArgumentError, match="is not the base container of this trainer's CheckpointIO"):
         trainer.callbacks[0].on_train_start(trainer, None)

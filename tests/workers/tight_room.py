@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +53,14 @@ def save_back_to_back(report: Report, rank: int, sizes: list[int], lag: int) -> 
             errors.append(f"{step}: {error}")
         if lag and step % lag == 0:
             engine.checkpointer.wait(30)
-        verified.append(engine.checkpointer.stats.last_verified or 0)
+        verified.append(engine.checkpointer.status.verified or 0)
         at.append(time.monotonic())
         used = max(used, _used(base))
     settled = engine.checkpointer.wait(60)
     used = max(used, _used(base))
     dist.barrier()
     result = {"loaded": loaded, "errors": errors, "verified": verified, "at": at, "used": used, "settled": settled}
-    result = asdict(engine.checkpointer.stats) | result
+    status = engine.checkpointer.status
+    result |= {"last_verified": status.verified, "copy_error": status.replication_error}
     engine.close()
     return result

@@ -38,7 +38,8 @@ class _App(typer.Typer):
 
 app = _App(
     name="flashpoint",
-    help="Memory-first checkpoints for PyTorch: look at them, verify them, see them save a job.",
+    help="Memory-first checkpoints for PyTorch: look at them, check, copy, export, persist and remove them; plan a job,"
+    " and check its nodes.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -46,27 +47,27 @@ app = _App(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Base = Annotated[str, typer.Argument(metavar="BASE", help="A job's base container, on the node whose memory it is in.")]
+Base = Annotated[str, typer.Argument(metavar="BASE", help="Base container (folder) of a job on this node.")]
 Source = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE[@STEP]",
-        help="A job's base container, or the URL of persisted versions; the newest one, or that STEP.",
+        help="Base container of a job, or URL of persisted versions. Without @STEP, the newest version.",
     ),
 ]
 Sources = Annotated[
     list[str],
     typer.Argument(
         metavar="SOURCE[@STEP]",
-        help="A job's base container, or those of several nodes, or the URL of persisted versions; the newest version,"
-        " or that STEP.",
+        help="Base container of a job, or base containers of several nodes, or URL of persisted versions. Without"
+        " @STEP, the newest version.",
     ),
 ]
 Deadline = Annotated[
-    float, typer.Option("--deadline-seconds", min=1, help="Give the store up if nothing happens for so long.")
+    float, typer.Option("--deadline-seconds", min=1, help="Give up if the store makes no progress for this time.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
-Prefix = Annotated[str, typer.Option(help="Only names that start so.")]
+Prefix = Annotated[str, typer.Option(help="Only items whose names start with this.")]
 
 
 def _show_version(wanted: bool) -> None:

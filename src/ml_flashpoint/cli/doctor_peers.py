@@ -79,7 +79,7 @@ def examine_all(base: Path, mine: Sequence[Finding], *, megabytes: int, deadline
         between = [*_compare_versions(told), _compare_clocks(ranks)]
         if len(nodes) == 1:
             text = f"all {ranks.world_size} ranks are on one node: there are no peers"
-            between.append(Finding("copies", NOTE, text, "launch it on all nodes, as the job is"))
+            between.append(Finding("copies", NOTE, text, "start it on all nodes, like the job"))
         else:
             between += _judge(_send(base, ranks, megabytes, deadline_s))
         return [*nodes, Examined("between nodes", tuple(between))]
@@ -92,13 +92,13 @@ def _process_group(deadline_s: float) -> Iterator[None]:
         dist.init_process_group("gloo", timeout=timedelta(seconds=deadline_s))
     except Exception as error:  # of kinds that torch does not name
         raise ReplicationError(
-            f"ranks do not come together at {where}: {error}",
-            hint="is MASTER_ADDR a node that the others reach, MASTER_PORT open, and does every node run this?",
+            f"ranks cannot connect to each other at {where}: {error}",
+            hint="check that all nodes reach MASTER_ADDR and MASTER_PORT, and that every node runs this command",
         ) from error
     try:
         yield
     except RuntimeError as error:  # of gloo
-        raise ReplicationError(f"a rank does not answer any more: {error}") from error
+        raise ReplicationError(f"a rank no longer answers: {error}") from error
     finally:
         dist.destroy_process_group()
 
@@ -128,7 +128,8 @@ def _compare_clocks(ranks: RankGroup) -> Finding:
     apart = skews[last] - skews[first]
     if apart <= _SKEW_S:
         return Finding("clocks", OK, f"are within {max(apart, 0.001):.3f} s of each other")
-    text = f"that of {ranks.topology.node_of(last)} is {apart:.3f} s ahead of that of {ranks.topology.node_of(first)}"
+    ahead, behind = ranks.topology.node_of(last), ranks.topology.node_of(first)
+    text = f"the clock of {ahead} is {apart:.3f} s ahead of the clock of {behind}"
     return Finding("clocks", NOTE, text, "run chrony or another NTP client on every node")
 
 
@@ -207,11 +208,11 @@ def _judge(sent: Sequence[Sent]) -> Iterator[Finding]:
         to = ", ".join(sorted({name for each in of for name in each.to})) or "its peer"
         if failed := [each for each in of if not each.gbs]:
             text = f"{node} to {to}: rank {failed[0].rank} has no copy: {failed[0].error or 'no answer in time'}"
-            mend = "open the ports above between all nodes, and see FLASHPOINT_HOST"
+            mend = "open the ports above between all nodes, or set FLASHPOINT_HOST"
             yield Finding("copies", BAD, text, mend)
         elif rates[node] * _SLOW < usual:
-            text = f"{node} to {to}: {rates[node]:.2f} GB/s, where {usual:.2f} are usual in this job"
-            yield Finding("copies", NOTE, text, "see the route above, and the link of that node")
+            text = f"{node} to {to}: {rates[node]:.2f} GB/s; the median of this job is {usual:.2f}"
+            yield Finding("copies", NOTE, text, "check the route above, and the network link of that node")
         else:
             text = f"{node} to {to}: {rates[node]:.2f} GB/s by {len(of)} rank{'s' * (len(of) > 1)}, with digests"
             yield Finding("copies", OK, text)

@@ -83,8 +83,8 @@ def examine(base: Path) -> tuple[Finding, ...]:
             found += check(base)
         except Exception as error:  # of whatever kind: the others still tell something
             name = check.__name__.strip("_").replace("_", " ")
-            text = f"cannot be looked at: {type(error).__name__}: {error}"
-            found.append(Finding(name, NOTE, text, "look at it by hand: see docs/operations.md"))
+            text = f"cannot be checked: {type(error).__name__}: {error}"
+            found.append(Finding(name, NOTE, text, "check it by hand: see docs/operations.md"))
     return tuple(found)
 
 
@@ -106,7 +106,9 @@ def _folder(base: Path) -> Iterator[Finding]:
     if not os.access(parent, os.W_OK | os.X_OK):
         yield Finding("folder", BAD, f"user {os.geteuid()} cannot write to {parent}", f"chown {os.geteuid()} {parent}")
     else:
-        yield Finding("folder", OK, f"{base} {'is there' if parent == base else 'can be made'}, and safe from others")
+        yield Finding(
+            "folder", OK, f"{base} {'exists' if parent == base else 'can be created'}, and is safe from other users"
+        )
 
 
 def _filesystem(base: Path) -> Iterator[Finding]:
@@ -114,23 +116,23 @@ def _filesystem(base: Path) -> Iterator[Finding]:
     point, kind, options = mount_of(parent)
     if not is_memory(parent):
         half = psutil.virtual_memory().total // 2 >> 30 or 1
-        mend = f"mount -t tmpfs -o size={half}g,mode=1777 tmpfs /mnt/mlf-jobs, and take a folder in it"
-        text = f"{base} is on {kind}, mounted at {point}: no memory"
+        mend = f"mount -t tmpfs -o size={half}g,mode=1777 tmpfs /mnt/mlf-jobs, and use a folder in it"
+        text = f"{base} is on {kind}, mounted at {point}: not in memory"
         yield Finding("filesystem", BAD, text, f"{mend} (see: flashpoint plan)")
         return
     size, free, limit = most_bytes(parent), available_bytes(parent), memory_left()
-    text = f"{kind} at {point}: {bytes_text(size)}, {bytes_text(free)} of it to be had now"
+    text = f"{kind} at {point}: {bytes_text(size)}, {bytes_text(free)} of it free"
     if limit is not None:
         text += f"; the container may take {bytes_text(limit)} more"
     if free < size / 2:
-        mend = f"see what lies there: du -sh {point}/*; and flashpoint plan for what a job needs"
+        mend = f"look for large files: du -sh {point}/*; flashpoint plan computes the memory of a job"
         yield Finding("filesystem", NOTE, text, mend)
     else:
         yield Finding("filesystem", OK, text)
     huge = next((each.partition("=")[2] for each in options if each.startswith("huge=")), "never")
     if huge == "never":
         mend = f"mount -o remount,huge=within_size {point}"
-        text = "not used on this tmpfs: a new process maps checkpoints more slowly, and so do first saves"
+        text = "not used on this tmpfs: first saves, and loads by a new process, are slower"
         yield Finding("huge pages", NOTE, text, mend)
     else:
         yield Finding("huge pages", OK, f"huge={huge}")
@@ -140,7 +142,7 @@ def _filesystem(base: Path) -> Iterator[Finding]:
 def _swap(never: bool) -> Finding:
     total = psutil.swap_memory().total
     if not total or never:
-        return Finding("swap", OK, "tmpfs is mounted with noswap" if total else "there is none")
+        return Finding("swap", OK, "tmpfs is mounted with noswap" if total else "none")
     mend = "swapoff -a, or mount the tmpfs with noswap (Linux 6.4 or newer)"
     return Finding("swap", NOTE, f"{bytes_text(total)}: checkpoints may be written to disk when memory is short", mend)
 
@@ -151,15 +153,15 @@ def _limits(base: Path) -> Iterator[Finding]:
     if locked == resource.RLIM_INFINITY:
         yield Finding("locked memory", OK, "unlimited")
     elif not gpus:
-        yield Finding("locked memory", OK, f"{bytes_text(locked)}, and no NVIDIA GPU here that would need more")
+        yield Finding("locked memory", OK, f"{bytes_text(locked)}; no NVIDIA GPU here, so no more is needed")
     else:
-        text = f"{bytes_text(locked)}: where page-locking is refused, saves go through a buffer"
+        text = f"{bytes_text(locked)}: if slots cannot be page-locked, saves go through a buffer"
         mend = "ulimit -l unlimited; LimitMEMLOCK=infinity (systemd); --ulimit memlock=-1 (Docker)"
         yield Finding("locked memory", NOTE, text, mend)
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
         mend = f"ulimit -n {65536 if most == resource.RLIM_INFINITY else min(most, 65536)}"
-        yield Finding("open files", NOTE, f"{files}: connections to peers count, on a large job there are many", mend)
+        yield Finding("open files", NOTE, f"{files}: a large job needs many connections to peers", mend)
     else:
         yield Finding("open files", OK, "unlimited" if files == resource.RLIM_INFINITY else f"{files} a process")
 
@@ -173,11 +175,11 @@ def _network(base: Path) -> Iterator[Finding]:
             probe.bind(address)
             probe.listen()
     except OSError as error:
-        mend = "set FLASHPOINT_HOST to an address of this node that the others reach"
-        yield Finding("ports", BAD, f"nothing can listen at {host}: {error}", mend)
+        mend = "set FLASHPOINT_HOST to an address of this node that the other nodes reach"
+        yield Finding("ports", BAD, f"cannot listen at {host}: {error}", mend)
         return
     low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    yield Finding("ports", OK, f"peers connect to {host}, at a port from {low} to {high}, which is free to listen at")
+    yield Finding("ports", OK, f"peers connect to {host}, at any port from {low} to {high}")
     yield _route(host, master)
 
 
@@ -186,8 +188,8 @@ def _route(host: str, master: str | None) -> Finding:
     names = [name for name, each in psutil.net_if_addrs().items() if any(a.address == host for a in each)]
     stats = psutil.net_if_stats()
     if master is None and not os.environ.get("FLASHPOINT_HOST"):
-        text = f"no MASTER_ADDR here, so that {host} may not be what a job uses"
-        return Finding("route", NOTE, text, "run it as the job is run, under torchrun or srun")
+        text = f"MASTER_ADDR is not set, so the job may use another address than {host}"
+        return Finding("route", NOTE, text, "start it like the job, under torchrun or srun")
     if not names or names[0] not in stats:
         return Finding("route", NOTE, f"no interface has the address {host}", "set FLASHPOINT_HOST to one that has one")
     speed = stats[names[0]].speed
@@ -206,10 +208,10 @@ def _clock(base: Path) -> Iterator[Finding]:
     if libc.adjtimex(timex) < 0:
         raise OSError(ctypes.get_errno(), "adjtimex")
     if ctypes.c_int.from_buffer(timex, _TIMEX_STATUS).value & _STA_UNSYNC:
-        text = "nobody keeps it in time, so that events of several nodes cannot be put in order"
+        text = "is not synchronized, so events of several nodes cannot be ordered"
         yield Finding("clock", NOTE, text, "run chrony or another NTP client on every node")
     else:
-        yield Finding("clock", OK, "is kept in time")
+        yield Finding("clock", OK, "is synchronized")
 
 
 def _versions(base: Path) -> Iterator[Finding]:

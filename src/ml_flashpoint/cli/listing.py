@@ -26,8 +26,7 @@ def list_versions(source: str, *, as_json: bool) -> int:
     summary = f"{view.path}: {output.plural(len(view.versions), 'version')}"
     if not view.durable:
         found |= {"live": {str(rank): pid for rank, pid in view.live.items()}, "resident_bytes": view.resident_bytes}
-        job = f"ranks {ranks_text(view.live)} are running here" if view.live else "no rank is running here"
-        summary += f", {bytes_text(view.resident_bytes)} of memory, {job}"
+        summary += f", {bytes_text(view.resident_bytes)} of memory, {output.running_text(view.live)}"
     found["versions"] = [version.to_json() for version in view.versions]
     rows = [_row(each, view.durable) for each in view.versions]
     drop = ("run", "whole", "of", "not yet")
@@ -71,11 +70,13 @@ def list_bases(*, as_json: bool) -> int:
         }
         for told in found
     ]
-    none = "no base containers in the memory of this node, as far as this user may look"
+    none = "no base containers in the memory of this node that this user may read"
     parts: list[str | Text] = [output.table(rows, ("whole", "steps", "last event"))] if rows else [none]
     if left := [told for told in found if told["leftover"]]:
         size, first = bytes_text(sum(told["resident_bytes"] for told in left)), left[0]["base"]
-        parts.append(f"left over: {size} of memory. To look: flashpoint ls {first}. To remove: flashpoint rm {first}")
+        parts.append(
+            f"dead jobs hold {size} of memory. To look: flashpoint ls {first}. To remove: flashpoint rm {first}"
+        )
     output.show({"bases": found}, as_json, *parts)
     return output.OK
 
@@ -102,7 +103,8 @@ def verify_versions(source: str, *, as_json: bool, threads: int) -> int:
     store = existing(path)
     versions = [version for version in store.versions() if step in (None, version.step)]
     if step is not None and not versions:
-        raise ObjectNotFoundError(f"there is no version of step {step} here", path=store.path)
+        hint = "flashpoint ls lists the versions"
+        raise ObjectNotFoundError(f"there is no version of step {step} here", path=store.path, hint=hint)
     began = time.monotonic()
     looked = [(version, look_at(store, version)) for version in versions]
     total, done, lock = sum(part.bytes for _, parts in looked for part in parts), 0, threading.Lock()
@@ -124,7 +126,9 @@ def verify_versions(source: str, *, as_json: bool, threads: int) -> int:
     objects = sum(part.manifest is not None for part in checked)
     problems = [problem for result in results for problem in result.problems]
     size, seconds = sum(result.bytes for result in results), time.monotonic() - began
-    bad = sum(bool(part.problems) for part in checked) + sum(bool(result.version.problem) for result in results)
+    bad = sum(bool(part.problems) for part in checked)
+    # A version without its marker or a manifest: no part of it is to blame, or one that was counted.
+    bad += sum(bool(each.version.problem) and not any(part.problems for part in each.parts) for each in results)
     verdict = f"{bad} of {len(checked)} parts are damaged" if bad else "all as saved"
     rows = [
         {

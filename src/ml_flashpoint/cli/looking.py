@@ -17,40 +17,40 @@ def ls(
         str | None,
         typer.Argument(
             metavar="BASE|URL",
-            help="A job's base container, on the node whose memory it is in; or the URL of persisted versions.",
+            help="Base container of a job on this node, or URL of persisted versions.",
         ),
     ] = None,
     json: Json = False,
 ) -> int:
-    """List the versions in BASE, or persisted ones, newest first: steps, ranks, sizes, states.
+    """List the versions in a base container or a durable store, newest first: steps, ranks, sizes, states.
 
-    Without BASE, list the base containers on this node, of jobs that run and of dead ones, as far as this user may
-    look. **flashpoint rm** removes one.
+    Without BASE, list the base containers on this node that this user may read, of running and of dead jobs.
+    **flashpoint rm** removes one.
 
-    Only BASE is looked at, so this is what one node holds. Nothing is locked or changed, and the job may be
-    running. Bytes are not read: for that, see **flashpoint verify**.
+    The command shows what one node holds. It locks and changes nothing, and the job may be running. It does not
+    read the bytes of objects: **flashpoint verify** does.
 
-    A version's state is the first of these that fits:
+    The state of a version in memory is the first of these that applies:
 
-    **damaged**: a manifest cannot be read, or an object is missing or does not have the size that was
-    committed.
+    **damaged**: a manifest cannot be read, or an object is missing or has another size than its manifest says.
 
-    **writing**: not every rank of this node has committed its part.
+    **writing**: a running rank of this node has not committed its part yet.
 
-    **partial**: a rank of this node that has ended has no part of it: the save was cut short, and is never used.
+    **partial**: a rank of this node has no part of it. The save was interrupted or skipped, and is never used.
 
-    **replicated**: every rank of this node has committed, and the node also holds the copies that it
-    should: of every rank of which it holds a copy in any version. Whether other nodes hold copies of this
-    node's own parts cannot be seen from here.
+    **replicated**: every rank of this node has committed, and all copies that this node should hold for other
+    ranks are here. Copies of this node's parts on other nodes cannot be seen from here.
 
-    **local**: every rank of this node has committed, and copies of other nodes' parts are not (yet) here.
+    **local**: every rank of this node has committed, and copies for other ranks are missing or not expected.
 
-    A version is **whole** if the parts of all its ranks are on this node, which could then restore it alone.
+    **gone back from**: the job has gone back to an older version, and ignores this one.
 
-    Persisted versions are **complete**, **incomplete** (being written, or cut short) or **damaged**: a marker
-    or a manifest is not what was written, or a part is missing or has another size.
+    A version is **whole** if the parts of all ranks are on this node, so that this node alone could restore it.
 
-    Exit code: 0 if nothing is damaged, 1 if something is, 2 if BASE is not a base container and no store.
+    Persisted versions are **complete**, **incomplete** (being written, or interrupted) or **damaged** (a marker, a
+    manifest or the size of a part is wrong, or a part is missing).
+
+    Exit code: 0 if nothing is damaged, 1 if something is, 2 if no job has saved at BASE.
     """
     from ml_flashpoint.cli import listing
 
@@ -61,24 +61,32 @@ def ls(
 def status(
     base: Annotated[
         str,
-        typer.Argument(metavar="BASE|JOB", help="A job's base container on this node, or the name of its last folder."),
+        typer.Argument(
+            metavar="BASE|JOB", help="Base container of a job on this node, or the name of its last folder."
+        ),
     ],
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between looks, with --watch.")] = 1.0,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
+    every: Annotated[
+        float, typer.Option(min=0.1, max=3600.0, help="Seconds between two refreshes, with --watch.")
+    ] = 1.0,
     json: Json = False,
 ) -> int:
-    """Show how saving goes on the ranks of this node: newest steps committed, copied and verified; times, failures.
+    """Show the saves of the ranks on this node: newest steps committed, copied and verified; times, failures.
 
-    What is **verified** all ranks have, with all copies: **since** is the training that would be lost now, in
-    seconds. The job may be running; nothing is locked or changed.
+    **committed**: this rank's part is complete on its node. **copied**: all copies of the part are complete.
+    **verified**: the parts and copies of all ranks are complete. **since**: seconds since then, which is the
+    training that would be lost now. **held**: the time that the newest save blocked the training loop. **ready
+    after**: the time from the start of a save until it was verified.
 
-    A rank is **ok**, **degraded** (copies are missing, ranks do not agree, or what is due is not persisted),
-    **silent** (it has saved nothing yet) or **ended**.
+    A rank is **ok**, **degraded** (copies are missing, nothing can be verified, or a version that is due is not
+    persisted), **silent** (it has saved nothing yet) or **ended**.
 
-    And what the loss of a node would cost now: of this one, and of those whose copies it holds. Steps are those from
-    the version that survives up to the newest save; times are estimates, from the newest copies.
+    Below the table: the steps that the loss of a node would cost now, for this node and for nodes whose copies it
+    holds. Times are estimates from the newest copies.
 
-    Exit code: 0, 1 if a rank is degraded (not with **--watch**), 2 if BASE is not a base container.
+    The command locks and changes nothing, and the job may be running.
+
+    Exit code: 0, or 1 if a rank is degraded (not with **--watch**), or 2 if no job has saved at BASE.
     """
     from ml_flashpoint.cli.status import show_status
 
@@ -91,17 +99,18 @@ def verify(
         str,
         typer.Argument(
             metavar="BASE|URL[@STEP]",
-            help="A job's base container, or the URL of persisted versions; or one STEP of it.",
+            help="Base container of a job, or URL of persisted versions. Without @STEP, all versions.",
         ),
     ],
     json: Json = False,
     threads: Annotated[int, typer.Option(min=1, max=64, help="Parts to read at the same time.")] = 2,
 ) -> int:
-    """Read every object in BASE, or of persisted versions, and compare it with its digests; name the files that differ.
+    """Read every object, and compare every block with its digest. Name the files that are damaged.
 
-    Nothing is locked or changed, and the job may be running: what it removes meanwhile is shown as removed.
+    The command locks and changes nothing, and the job may be running. A version that the job removes meanwhile is
+    shown as **removed**.
 
-    Exit code: 0 if all is as it was saved, 1 if something is not, 2 if there is no such base container, store or step.
+    Exit code: 0 if all bytes are as saved, 1 if a file is damaged, 2 if no job has saved at BASE, or not that STEP.
     """
     from ml_flashpoint.cli.listing import verify_versions
 
@@ -110,11 +119,11 @@ def verify(
 
 @app.command(rich_help_panel=_PANEL)
 def inspect(source: Source, prefix: Prefix = "", json: Json = False) -> None:
-    """List what is in a version: names, dtypes, shapes, bytes, and the ranks that have saved it.
+    """List the items of a version: names, dtypes, shapes, bytes, and the ranks that saved them.
 
     The parts of all ranks must be on this node. The job may be running.
 
-    Exit code: 0 if it could be read, 1 if it is damaged or went meanwhile, 2 if there is no such version.
+    Exit code: 0, or 1 if the version is damaged or was removed meanwhile, or 2 if there is no such version.
     """
     import contextlib
 
@@ -140,11 +149,11 @@ def inspect(source: Source, prefix: Prefix = "", json: Json = False) -> None:
 
 @app.command(rich_help_panel=_PANEL)
 def diff(one: Source, other: Source, prefix: Prefix = "", json: Json = False) -> int:
-    """Tell which tensors of two versions differ, in how many elements, and by how much at most.
+    """List the tensors in which two versions differ, with the share of elements and the largest difference.
 
-    Compared are bits: a NaN is the same as itself, and 0.0 is not -0.0. The parts of all ranks must be on this node.
+    Bits are compared: a NaN equals itself, and 0.0 differs from -0.0. The parts of all ranks must be on this node.
 
-    Exit code: 0 if nothing differs, 1 if something does or could not be read, 2 if there is no such version.
+    Exit code: 0 if nothing differs, 1 if something differs or could not be read, 2 if there is no such version.
     """
     import contextlib
     import tempfile
@@ -168,16 +177,18 @@ def diff(one: Source, other: Source, prefix: Prefix = "", json: Json = False) ->
 
 @app.command(rich_help_panel=_PANEL)
 def report(
-    events: Annotated[list[str], typer.Argument(metavar="EVENTS", help="Files that FLASHPOINT_EVENTS named.")],
-    output: Annotated[str, typer.Option("--output", "-o", help="The page to write.")] = "report.html",
+    events: Annotated[
+        list[str], typer.Argument(metavar="EVENTS", help="Files that the job wrote to FLASHPOINT_EVENTS.")
+    ],
+    output: Annotated[str, typer.Option("--output", "-o", help="HTML file to write.")] = "report.html",
     json: Json = False,
 ) -> None:
-    """Make one page of a job's events: steps, time held, lag, recoveries, failures; for any browser.
+    """Make one HTML page about a job, from its events: steps, times, recoveries, failures.
 
-    The page is one file and loads nothing. Give the files of all ranks, also of several lives of the job. Lines that
-    are no events are left out and counted. Needs plotly (the extra `report`), but not with --json.
+    The page is one file that loads nothing. Give the files of all ranks, and of all restarts of the job. Lines that
+    are not events are skipped and counted. Needs plotly (the extra `report`), except with --json.
 
-    Exit code: 0, 2 if there is no event to read or the page cannot be written.
+    Exit code: 0, or 2 if there is no event to read or the page cannot be written.
     """
     from ml_flashpoint.cli.report import make_report
 
@@ -187,12 +198,15 @@ def report(
 @app.command(rich_help_panel=_PANEL)
 def metrics(
     base: Base,
-    port: Annotated[int, typer.Option(min=0, max=65535, envvar="FLASHPOINT_METRICS_PORT", help="0: any.")] = 9478,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, envvar="FLASHPOINT_METRICS_PORT", help="Port; 0 for any free port.")
+    ] = 9478,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
 ) -> None:
-    """Serve what **flashpoint status** shows to Prometheus, at /metrics, until SIGTERM or Ctrl-C.
+    """Serve the numbers of **flashpoint status** to Prometheus, at /metrics, until SIGTERM or Ctrl-C.
 
-    Run one on each node, beside the job, which may end and be started again meanwhile. Needs `prometheus-client`.
+    Run one on each node. The job may end and be started again meanwhile. Needs `prometheus-client` (the extra
+    `metrics`).
 
     Exit code: 0, 2 if BASE is not a base container, or if it cannot listen there.
     """

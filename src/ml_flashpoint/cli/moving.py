@@ -1,4 +1,4 @@
-"""The subcommands that take versions out, bring them in, and remove them."""
+"""The subcommands that copy, export, persist and remove versions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ _PANEL = "Move"
 @app.command(rich_help_panel=_PANEL)
 def copy(
     source: Source,
-    destination: Annotated[str, typer.Argument(metavar="DEST", help="Folder in which the version gets its own.")],
+    destination: Annotated[
+        str, typer.Argument(metavar="DEST", help="Folder. The version is copied to DEST/step-N_ckpt.")
+    ],
     json: Json = False,
-    partial: Annotated[bool, typer.Option("--partial", help="Also a version that is not whole on this node.")] = False,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Also copy a version that lacks parts on this node.")
+    ] = False,
 ) -> None:
-    """Copy a version out of a base container, which a job may be using, or a persisted one, to DEST/step-N_ckpt.
+    """Copy a version from memory or a durable store to DEST/step-N_ckpt. The job may be running.
 
-    Never copy the files of a base container with other tools while the job runs: their memory is used again for later
-    steps. This has the job keep the version meanwhile, compares what was copied with its digests, and takes the newest
-    version then, if the job had to let go of it. The copy appears whole or not at all.
+    While a job runs, never copy its files with other tools: the job overwrites them with later steps. This command
+    locks the version, compares the copy with its digests, and starts again with the newest version if the job had
+    already removed this one. The copy appears once it is complete.
 
     Exit code: 0 if it was copied, 1 if it could not be, 2 if there is no such version.
     """
@@ -39,27 +43,31 @@ def copy(
 @app.command(rich_help_panel=_PANEL)
 def export(
     sources: Sources,
-    to: Annotated[str, typer.Option(metavar="DEST", help="What to make: a folder, or for torch a file.")],
+    to: Annotated[str, typer.Option(metavar="DEST", help="Folder to write; a file for the format torch.")],
     format: Annotated[str, typer.Option(help="dcp, safetensors, hf or torch.")] = "dcp",
-    prefix: Annotated[str, typer.Option(help="Only names that start so, and without it: model. for a model.")] = "",
+    prefix: Annotated[
+        str, typer.Option(help="Export only names that start with this, and remove it: model. for a model.")
+    ] = "",
     name_map: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="JSON file of names by names: only these, each by the other one."),
+        typer.Option(
+            metavar="FILE", help="JSON file {name in the version: new name}: export only these names, renamed."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write a version as files that other tools read. A running job may be using SOURCE.
+    """Write a version as files that other tools read. The job may be running.
 
     **dcp**: a directory for `dcp.load` with torch's `FileSystemReader`.
 
-    **safetensors**: the tensors, in files named as Hugging Face does, with an index if there are several.
+    **safetensors**: the tensors, in files with Hugging Face's names, with an index if there are several.
 
-    **hf**: the same, of a model only: what **--prefix** or **--name-map** selects.
+    **hf**: the same for a model only: the names that **--prefix** or **--name-map** selects.
 
-    **torch**: one file, a nested dict, for `torch.load`.
+    **torch**: one file with a nested dict, for `torch.load`.
 
-    What is read is compared with its digests, and the result appears whole or not at all. A base container has to have
-    the parts of all ranks: with pairs of nodes, both have, or give those of several nodes.
+    Every block is compared with its digest, and the output appears once it is complete. The parts of all ranks are
+    needed: each node of a pair has them; otherwise give the base containers of several nodes.
 
     Exit code: 0 if it was exported, 1 if it could not be, 2 if there is no such version or an argument is wrong.
     """
@@ -77,11 +85,11 @@ def export(
     told |= {"tensors": made.tensors, "bytes": made.nbytes, "left_out": made.left_out}
     output.show(told, json, f"exported step {made.step} to {made.path}: {output.plural(made.tensors, 'tensor')}")
     if made.left_out:
-        print(f"left out, since the format has no place for it: {', '.join(made.left_out)}", file=sys.stderr)
+        print(f"left out, because the format cannot hold it: {', '.join(made.left_out)}", file=sys.stderr)
 
 
 def _names_in(path: str) -> dict[str, str]:
-    """Return names by names from a file with one JSON object."""
+    """Return the new names, by name, from a file with one JSON object."""
     import json
 
     from ml_flashpoint.format.errors import InvalidArgumentError
@@ -90,7 +98,7 @@ def _names_in(path: str) -> dict[str, str]:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
         if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
-            raise ValueError("not an object of names by names")
+            raise ValueError("not a JSON object of new names by name")
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"cannot be read: {error}", argument="--name-map", value=path) from error
     return found
@@ -99,18 +107,18 @@ def _names_in(path: str) -> dict[str, str]:
 @app.command(rich_help_panel=_PANEL)
 def persist(
     sources: Sources,
-    to: Annotated[str, typer.Option(metavar="URL", help="Where to, as in the job's persist=.")],
+    to: Annotated[str, typer.Option(metavar="URL", help="URL or absolute path, as in the job's persist=.")],
     deadline_seconds: Deadline = 600.0,
     json: Json = False,
 ) -> None:
-    """Persist a version by hand, also when its job is dead, from what its nodes still hold on this machine.
+    """Write a version from memory to a durable store, also if its job is dead.
 
-    It is written as the job would have written it, so that **Flashpoint(..., persist=URL).resume()** takes it. All
-    parts must be in the base containers given: each node has those of its own ranks, and the copies that it holds for
-    others. What is read is compared with its digests; where a part is damaged, a copy in another base container is
-    taken, or else an older version. Nothing at URL is removed, and nothing is written while a job persists there.
+    A job with **Flashpoint(..., persist=URL).resume()** then resumes from it. The base containers must have the parts
+    of all ranks: each node has the parts of its ranks, and the copies that it holds for others. Every block is
+    compared with its digest. If a part is damaged, a copy in another base container is used, or an older version.
+    Nothing at URL is removed, and nothing is written while a job persists there.
 
-    Exit code: 0 if it is there, 1 if it could not be, or parts are missing, 2 if there is no such version.
+    Exit code: 0 if it is persisted, 1 if it could not be or parts are missing, 2 if there is no such version.
     """
     from ml_flashpoint.cli import output
     from ml_flashpoint.cli.view import split_all
@@ -136,25 +144,28 @@ def rm(
         str,
         typer.Argument(
             metavar="BASE|URL[@STEP]",
-            help="A job's base container, or the URL of persisted versions: all of it, or the version of that STEP.",
+            help="Base container of a job, or URL of persisted versions. Without @STEP, all versions.",
         ),
     ],
     newest: Annotated[
-        bool, typer.Option("--newest", help="Also the newest persisted version, which a job would resume from.")
+        bool,
+        typer.Option(
+            "--newest", help="Also remove the newest complete persisted version, from which a job would resume."
+        ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     deadline_seconds: Deadline = 600.0,
     json: Json = False,
 ) -> None:
-    """Remove what a job has left in memory on this node, or what it has persisted, or one version; asks first.
+    """Free the memory of a job on this node, or remove persisted versions, or one version. Ask first.
 
-    Of a base container: not while a process of the job runs here. Other nodes have folders of their own.
+    A base container is not removed while a process of the job runs on this node. Other nodes have their own.
 
-    Of a URL: not while a job persists there, and the newest version that is whole only with **--newest**.
+    Persisted versions are not removed while a job persists there, and the newest complete one only with **--newest**.
 
-    Only what the job has made goes: a folder that holds anything else stays.
+    Only files that the job created are removed: a folder with other files stays.
 
-    Exit code: 0 if it is gone, 1 if it could not be removed or a process has it, 2 if there is no such thing.
+    Exit code: 0 if it is removed, 1 if it could not be or a process uses it, 2 if there is no such thing.
     """
     import os
     import sys
@@ -168,14 +179,16 @@ def rm(
     path, step = split(source)
     store = existing(path)
     if newest and not store.durable:
-        raise InvalidArgumentError("is about persisted versions", argument="--newest", value=newest)
+        raise InvalidArgumentError("is only for persisted versions", argument="--newest", value=newest)
     lines = _persisted(path, step, newest, deadline_seconds) if store.durable else _in_memory(path, step)
     if not yes:
         if json or not sys.stdin.isatty():
-            hint = "stdin is no terminal, or --json is given: pass --yes"
-            raise InvalidArgumentError("nothing is removed unasked", argument="SOURCE", value=source, hint=hint)
+            hint = "stdin is not a terminal, or --json is given: pass --yes"
+            raise InvalidArgumentError(
+                "the command cannot ask for confirmation", argument="SOURCE", value=source, hint=hint
+            )
         print("\n".join([store.path + ":", *lines]))
-        typer.confirm("Remove that? It cannot be had back", abort=True, err=True)
+        typer.confirm("Remove this? It cannot be undone", abort=True, err=True)
     base, told = Path(store.path), dict[str, Any](base=store.path)
     before = 0 if store.durable else memory_of(base)
     told["versions"] = removed = remove_versions(path, step, newest=newest, deadline_s=deadline_seconds)
@@ -186,7 +199,7 @@ def rm(
         freed = f", {output.bytes_text(told['freed_bytes'])}"
     output.show(told, json, f"removed {', '.join(removed) or 'no versions'}{freed}: {store.path}")
     if left:
-        print(f"left, being nobody's of ours: {', '.join(left)}", file=sys.stderr)
+        print(f"not removed, because the job did not create it: {', '.join(left)}", file=sys.stderr)
 
 
 def _persisted(url: str, step: int | None, newest: bool, deadline_s: float) -> list[str]:
@@ -196,7 +209,7 @@ def _persisted(url: str, step: int | None, newest: bool, deadline_s: float) -> l
     lines = []
     chosen, resumed = removable(url, step, newest=newest, deadline_s=deadline_s)
     for version in chosen:
-        mark = ", the newest that is whole" if version.folder == resumed else ""
+        mark = ", the newest that is complete" if version.folder == resumed else ""
         lines.append(f"  {version.folder}{mark}{'' if version.counts or version.problem else ', not complete'}")
     return lines
 
@@ -209,12 +222,11 @@ def _in_memory(base: str, step: int | None) -> list[str]:
 
     view = read(base)
     if view.live:
-        running = output.ranks_text(view.live)
-        raise JobInUseError(f"ranks {running} are running here", path=view.path, hint="end the job first")
+        raise JobInUseError(output.running_text(view.live), path=view.path, hint="end the job first")
     size = output.bytes_text(view.resident_bytes)
-    lines = [f"  all of it, {size} of memory"] if step is None else []
+    lines = [f"  all files of the job, {size} of memory"] if step is None else []
     for version in view.versions:
         if step in (None, version.step):
-            whole = "whole" if version.complete else "not whole on this node"
+            whole = "whole" if version.complete else "lacks parts on this node"
             lines.append(f"  {version.name}: {output.bytes_text(version.bytes)}, {whole}")
     return lines

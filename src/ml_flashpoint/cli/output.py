@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TextIO, cast
 
 from rich.cells import cell_len
@@ -32,7 +32,7 @@ OK, DAMAGE, USAGE = 0, 1, 2
 STYLES: Final = {
     **dict.fromkeys(("ok", "complete", "replicated", "running"), "green"),
     **dict.fromkeys(("writing", "incomplete", "silent", "left over", "note"), "yellow"),
-    **dict.fromkeys(("damaged", "degraded", "MEND"), "bold red"),
+    **dict.fromkeys(("damaged", "degraded", "FAIL"), "bold red"),
     **dict.fromkeys(("partial", "removed", "ended", "gone back from"), "dim"),
     "local": "cyan",
 }
@@ -158,6 +158,17 @@ def ranks_text(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
+
+
+def running_text(ranks: Collection[int]) -> str:
+    """Return a sentence about the ranks that run on this node."""
+    if not ranks:
+        return "no rank is running here"
+    return (
+        f"rank {ranks_text(ranks)} is running here"
+        if len(ranks) == 1
+        else f"ranks {ranks_text(ranks)} are running here"
+    )
 
 
 def bytes_text(count: float) -> str:

@@ -320,9 +320,9 @@ def _needs(job: Job, memory: Memory) -> Text:
     state = "weights, main copy, optimizer" if job.main_copy and WEIGHT_BYTES[job.dtype] < 4 else "weights, optimizer"
     rows = {
         "a version": f"{bytes_text(memory.version_bytes)}: {job.bytes_per_parameter} bytes a parameter ({state})",
-        "of it, a rank's part": bytes_text(memory.part_bytes),
-        "copies that a rank holds": f"of {plural(memory.copies_held, 'other rank')}",
-        "the loss is survived of": f"any {plural(memory.survives, 'node')}" if memory.survives else "no node",
+        "the part of a rank": bytes_text(memory.part_bytes),
+        "a rank holds copies of": plural(memory.copies_held, "other rank"),
+        "survives the loss of": f"any {plural(memory.survives, 'node')}" if memory.survives else "no node",
         "memory a node must have": bytes_text(memory.node_bytes),
         "so that no save waits": bytes_text(memory.roomy_bytes),
         "mount, on every node": memory.mount_line,
@@ -335,13 +335,13 @@ def _notes(job: Job, memory: Memory) -> list[str]:
     notes = [
         f"Assumed: {job.step_seconds:g} s a step; {job.restart_seconds:g} s until ranks run again; {job.copy_gbs:g}"
         f" GB/s from a rank's device into memory; {job.network_gbs:g} GB/s a node between peers; {job.storage_gbs:g}"
-        " GB/s of storage for the whole job. Give what you measure: see --help.",
-        "All failures are taken for the loss of a node, and all copying into memory for time that the loop is held.",
-        "Intervals cost least (Young 1974, Daly 2006), in whole steps; goodput is by Daly's complete model.",
+        " GB/s of storage for the whole job. Pass your own numbers: see --help.",
+        "Every failure counts as the loss of a node, and all copying into memory as time that blocks the loop.",
+        "Intervals have the lowest cost (Young 1974, Daly 2006), in whole steps; goodput is by Daly's complete model.",
     ]
     if not memory.survives:
         notes.append(
-            "Some part has no copy on another node: with a node its newest state is lost, and the line for memory holds"
-            " only for failures that leave all nodes' memory."
+            "Some part has no copy on another node: the loss of its node loses the newest state, so the line for memory"
+            " is true only for failures that leave the memory of all nodes."
         )
     return notes

@@ -38,31 +38,33 @@ def plan(
     nodes: Annotated[int, typer.Option(min=1, max=65536, help="Nodes of the job.")],
     ranks: Annotated[int, typer.Option(min=1, max=1024, help="Ranks on each node.")] = 8,
     optimizer: Annotated[str, typer.Option(help="adam, adamw, lion, momentum, muon or sgd.")] = "adam",
-    dtype: Annotated[str, typer.Option(help="Of the parameters: bf16, fp16 or fp32.")] = "bf16",
-    main_copy: Annotated[bool, typer.Option(help="Mixed precision, with a main copy and an optimizer of fp32.")] = True,
+    dtype: Annotated[str, typer.Option(help="Dtype of the parameters: bf16, fp16 or fp32.")] = "bf16",
+    main_copy: Annotated[
+        bool, typer.Option(help="Mixed precision: an fp32 main copy of the parameters, and an fp32 optimizer.")
+    ] = True,
     mtbf_hours: Annotated[float, typer.Option(help="Mean hours between failures of the whole job.")] = 24.0,
     replication: Annotated[str, typer.Option(help="pairwise, ring or none.")] = "pairwise",
-    keep: Annotated[int, typer.Option(min=1, max=10_000, help="Newest versions that stay in memory.")] = 1,
-    step_seconds: Annotated[float, typer.Option(help="Of a step.")] = 10.0,
-    restart_seconds: Annotated[float, typer.Option(help="From a failure until ranks run again.")] = 120.0,
-    copy_gbs: Annotated[float, typer.Option(help="GB/s of a rank from its device into memory.")] = 10.0,
-    network_gbs: Annotated[float, typer.Option(help="GB/s of a node to its peers.")] = 10.0,
+    keep: Annotated[int, typer.Option(min=1, max=10_000, help="Number of newest versions that stay in memory.")] = 1,
+    step_seconds: Annotated[float, typer.Option(help="Seconds of a training step.")] = 10.0,
+    restart_seconds: Annotated[float, typer.Option(help="Seconds from a failure until ranks run again.")] = 120.0,
+    copy_gbs: Annotated[float, typer.Option(help="GB/s from the device of a rank into memory.")] = 10.0,
+    network_gbs: Annotated[float, typer.Option(help="GB/s from a node to its peers.")] = 10.0,
     storage_gbs: Annotated[float, typer.Option(help="GB/s of durable storage, for the whole job.")] = 20.0,
     json: Json = False,
 ) -> None:
-    """Tell what a job will need and gain: memory of each node, the mount, how often to save, goodput with and without.
+    """Compute the memory that each node of a job needs, the interval between saves, and the goodput.
 
-    The memory is what the job itself asks for before it trains, with state and copies spread evenly over ranks. With
-    mixed precision, Adam and bf16, a parameter is 14 bytes of a version: 2 of its own, 4 of the main copy, 8 of the
-    optimizer.
+    The memory is what the job itself requires before it trains, with state and copies spread evenly over ranks. With
+    mixed precision, Adam and bf16, a version has 14 bytes for each parameter: 2 of its own, 4 of the main copy, 8 of
+    the optimizer.
 
-    Speeds are assumed and not measured: give your own. A running job tells with
-    **flashpoint status** for how long a save holds the loop.
+    Speeds are assumptions: pass your own. **flashpoint status** of a running job shows how long a save blocks the
+    loop, and **flashpoint doctor** measures copies between nodes.
 
-    The interval is the one that costs least (Young 1974, Daly 2006), goodput the share of time that is training which
-    no failure undoes (Daly's complete model).
+    The interval is the one with the lowest cost (Young 1974, Daly 2006). Goodput is the share of time spent on
+    training that no failure undoes (Daly's complete model).
 
-    Exit code: 0, 2 if an argument is unusable.
+    Exit code: 0, or 2 if an argument is invalid.
     """
     from ml_flashpoint.cli.plan import Job, show_plan
 
@@ -72,21 +74,25 @@ def plan(
 
 @app.command(rich_help_panel=_PANEL)
 def doctor(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="The base container that a job has, or will have.")],
-    megabytes: Annotated[int, typer.Option(min=1, max=100_000, help="That each rank copies to its peer.")] = 256,
-    deadline_seconds: Annotated[float, typer.Option(min=1, max=3600, help="For which ranks wait for others.")] = 60.0,
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Base container that the job has, or will have.")],
+    megabytes: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Megabytes that each rank copies to its peer.")
+    ] = 256,
+    deadline_seconds: Annotated[
+        float, typer.Option(min=1, max=3600, help="The longest that ranks wait for each other.")
+    ] = 60.0,
     json: Json = False,
 ) -> int:
-    """Examine a node before a job runs: memory, limits, network, clock, versions; and say how to mend what is amiss.
+    """Check a node before a job runs: memory, limits, network, clock, versions. Say how to fix each problem.
 
-    Launched on every node as the job is, it also has the nodes reach each other, and measures how fast copies are:
+    If you start it on every node like the job, it also checks the connections, and measures copies between nodes:
 
         torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node0:29400
         --no-python flashpoint doctor BASE
 
-    BASE is left alone: what is measured lies in BASE-doctor meanwhile.
+    BASE is not touched, and need not exist. The measured copies are in BASE-doctor, which is removed afterwards.
 
-    Exit code: 0, 1 if there is something that must be mended, 2 if BASE is no absolute path.
+    Exit code: 0, or 1 if something must be fixed (FAIL), or 2 if BASE is not an absolute path.
     """
     import dataclasses
     import os
@@ -100,7 +106,7 @@ def doctor(
     try:
         path = Path(str(CheckpointContainerId(base)))
     except InvalidNameError as error:
-        raise InvalidArgumentError(f"must be an absolute path: {error.message}", argument="BASE", value=base) from error
+        raise InvalidArgumentError(error.message, argument="BASE", value=base) from error
     mine = examine(path)
     examined, shows = [Examined("this node", mine)], True
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1") and "RANK" in os.environ:  # a launcher has started others
@@ -141,7 +147,7 @@ def _lines_of(examined: list[Examined]) -> Iterator[Text]:
             continue
         yield line(f"{each.name}:")
         for finding in each.findings:
-            mark = {"bad": "MEND"}.get(finding.level, finding.level)
+            mark = {"bad": "FAIL"}.get(finding.level, finding.level)
             yield line("  ", (f"{mark:<4}", STYLES[mark]), f" {finding.check}: {finding.text}")
             if finding.mend:
                 yield line(f"         -> {finding.mend}")

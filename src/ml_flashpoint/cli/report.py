@@ -160,7 +160,7 @@ def collect(paths: Sequence[str], report: Callable[[int, int], object] = lambda 
     total, done = sum(os.path.getsize(path) for path in paths if os.path.isfile(path)), 0
     for path in paths:
         if not os.path.isfile(path):
-            raise ObjectNotFoundError("this is no file", path=path, hint="give what FLASHPOINT_EVENTS names")
+            raise ObjectNotFoundError("no such file", path=path, hint="give the files that FLASHPOINT_EVENTS names")
         try:
             with open(path, "rb") as lines:
                 for number in itertools.count():  # a line of any length must not be taken into memory
@@ -203,8 +203,8 @@ def make_report(paths: list[str], *, to: str, as_json: bool) -> None:
     with output.progress("reading events") as report:
         facts = collect(paths, report)
     if not facts.count:
-        text = f"there are no events in it ({facts.left_out} lines that are none)"
-        hint = "give what FLASHPOINT_EVENTS names; see docs/operations.md"
+        text = f"no events in the files ({output.plural(facts.left_out, 'other line')})"
+        hint = "give the files that FLASHPOINT_EVENTS names; see docs/operations.md"
         raise ObjectNotFoundError(text, path=", ".join(paths), hint=hint)
     if not as_json:
         try:

@@ -19,10 +19,10 @@ from ml_flashpoint.status import Status
 
 _TRIES = 5
 _CAPTION = (
-    "lost: steps since the one gone back to, up to the newest save, and what was trained since. Times are estimates, "
-    "by the newest copies: for the parts to come to a new node, beside what its processes take to start."
+    "steps lost: up to the newest save; steps trained after that save are lost, too. Times are estimates from the "
+    "newest copies, for fetching the parts to a new node; starting its processes takes additional time."
 )
-_UNKNOWN = "what the loss of a node would cost cannot be told: nothing here was verified since its processes started"
+_UNKNOWN = "the cost of losing a node is unknown: no version was verified here since the processes started"
 
 
 def show_status(base: str, *, every_s: float | None, as_json: bool) -> int:
@@ -127,15 +127,15 @@ class Loss:
         """Return the loss in words."""
         named = "another node" if self.node is None else f"{self.node} (this node)" if self.here else self.node
         if self.step is None and self.node is None:
-            return f"if {named} died now: cannot be told from here, see there"
+            return f"if {named} died now: cannot be told from this node; run flashpoint status there"
         if self.step is None:
             kept = f"its ranks have persisted step {self.persisted}"
             rest = "and nothing is persisted" if self.persisted is None else kept
             return f"if {named} died now: no version would be left in memory, {rest}"
         lost = f"{self.steps_lost} step{'' if self.steps_lost == 1 else 's'} lost, back at step {self.step}"
         if self.node is None:
-            return f"if {named} died now: {lost}, from those that hold its copies"
-        time = "in a time that is not known" if self.seconds is None else f"in about {_short(self.seconds)}"
+            return f"if {named} died now: {lost}, from the nodes that hold its copies"
+        time = "in an unknown time" if self.seconds is None else f"in about {_short(self.seconds)}"
         return f"if {named} died now: {lost} {time}, from {', '.join(self.sources)}"
 
 

@@ -31,7 +31,7 @@ _STAT_BLOCK: Final = 512
 _TRIES: Final = 20
 _IN_MEMORY: Final = ("tmpfs", "ramfs", "hugetlbfs")
 _DEPTH: Final = 5  # folders below a mount: /dev/shm/<user>/<jobs>/<job> is three
-_HINT: Final = "give the folder of the job, on the node whose memory it is in, or the URL of its persist="
+_HINT: Final = "give the base container of a job on this node (flashpoint ls lists them), or the URL of its persist="
 
 
 # ---- sources --------------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def existing(path: str | os.PathLike[str]) -> VersionStore:
     else:
         is_there = bool(store.files.list())
     if not is_there:
-        raise ObjectNotFoundError("there is nothing of a job here", path=text, hint=_HINT)
+        raise ObjectNotFoundError("no job has saved here", path=text, hint=_HINT)
     return store
 
 
@@ -74,7 +74,7 @@ def split_all(sources: Sequence[str]) -> tuple[list[str], int | None]:
         existing(path)
     steps = {step for _, step in found if step is not None}
     if len(steps) > 1:
-        raise InvalidArgumentError("these are different steps", argument="SOURCE", value=", ".join(sources))
+        raise InvalidArgumentError("the sources name different steps", argument="SOURCE", value=", ".join(sources))
     return [path for path, _ in found], next(iter(steps), None)
 
 
@@ -112,11 +112,11 @@ def base_named(name: str) -> str:
         return name
     found = [base for base in find_bases() if base.name == name]
     if len(found) > 1:
-        text = f"there are several of this name, {', '.join(map(str, found))}"
+        text = f"several jobs on this node have this name: {', '.join(map(str, found))}"
         raise InvalidArgumentError(text, argument="BASE", value=name)
     if not found:
         raise ObjectNotFoundError(
-            "no job in the memory of this node is called so", path=name, hint="flashpoint ls lists them"
+            "no job in the memory of this node has this name", path=name, hint="flashpoint ls lists the jobs"
         )
     return str(found[0])
 

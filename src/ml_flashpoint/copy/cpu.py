@@ -74,11 +74,8 @@ def cut(sizes: Iterable[int], nbytes: int = PIECE) -> list[Piece]:
 
 
 def threads_for(nbytes: int) -> int:
-    """Return how many threads copy so many bytes: one a piece, up to this rank's share of the cores, and eight.
-
-    ``FLASHPOINT_COPY_THREADS`` sets another limit. Where torch has several threads, as outside of torchrun, it copies
-    by those, and one thread calls it.
-    """
+    """Return the number of threads that copy so many bytes: one a piece, up to this rank's share of the cores, and to
+    eight, or ``FLASHPOINT_COPY_THREADS``. Where torch has several threads of its own, one thread calls it."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")  # of torchrun
     ranks_here = int(text) if text.isascii() and text.isdecimal() and len(text) < 6 else 1
     limit = knobs.copy_threads() or min(_MAX_THREADS, len(os.sched_getaffinity(0)) // max(1, ranks_here))

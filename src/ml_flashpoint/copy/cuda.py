@@ -141,11 +141,8 @@ class Stream:
             self._stream = torch.cuda.Stream(priority=0)  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
-        """Have the stream wait for what the current stream of this thread has been given so far.
-
-        Raises:
-            SaveError: that stream is being captured.
-        """
+        """Have the stream wait for what the current stream of this thread has been given so far. Raise a `SaveError` if
+        that is being captured."""
         import torch
 
         with torch.cuda.device(self.device):
@@ -318,7 +315,7 @@ def _warn(reason: str) -> None:
     """Log why memory is not locked; once for each reason."""
     if reason not in _process.warned:
         _process.warned.add(reason)
-        _log.warning("checkpoint memory is not page-locked, so device copies are slower: %s", reason)
+        _log.warning("slots cannot be page-locked, so copies from the device are slower: %s", reason)
 
 
 def note_device(device: int) -> None:

@@ -56,14 +56,8 @@ class LateCopy:
         return source.nbytes % _WORD == 0 and source.data_ptr() % _WORD == 0 and transfers(target, source) is not None
 
     def start(self, names: Sequence[str], targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Take the sums of all sources on the program's stream, and begin the copy on another one.
-
-        Args:
-            names: of the tensors, for errors. targets, sources: pairs that :meth:`takes` takes.
-
-        Raises:
-            SaveError: a CUDA graph is being captured.
-        """
+        """Take the sums of all sources on the program's stream, and begin the copy on another one: of pairs that
+        :meth:`takes` takes. Raise a `SaveError` while a CUDA graph is being captured."""
         indices = cuda.indices(sources)
         try:
             for index in sorted(set(indices)):

@@ -18,14 +18,8 @@ def is_plain_strided(tensor: torch.Tensor) -> bool:
 
 
 def check_copies(value: Any, path: str) -> None:
-    """Refuse tensors that Lightning could not give back: it makes copies of what callbacks have saved.
-
-    Args:
-        value: what callbacks save. path: its place in the dictionary.
-
-    Raises:
-        SaveError: says which.
-    """
+    """Raise a `SaveError` for a tensor at or below a path that Lightning could not give back: it makes copies of what
+    callbacks have saved."""
     parts: Any = (
         value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     )
@@ -72,11 +66,8 @@ def check_storable(tensor: torch.Tensor, path: str) -> None:
 
 
 def whole_copy(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """Copy a tensor that is more than its memory, to be saved as bytes.
-
-    Raises:
-        SaveError: see :func:`check_storable`; or its class neither copies itself nor names its inner tensors.
-    """
+    """Copy a tensor that is more than its memory, to be saved as bytes. Raise a `SaveError` if its class neither copies
+    itself nor names its inner tensors; and see :func:`check_storable`."""
     check_storable(tensor, path)
     try:
         return _copied_whole(tensor)

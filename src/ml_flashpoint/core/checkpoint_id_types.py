@@ -1,5 +1,5 @@
 """Import path of the user guide for identifiers of checkpoints. `format.names` has them."""
 
-from ml_flashpoint.format.names import CheckpointContainerId, CheckpointObjectId
+from ml_flashpoint.format.names import CheckpointContainerId
 
-__all__ = ["CheckpointContainerId", "CheckpointObjectId"]
+__all__ = ["CheckpointContainerId"]

@@ -82,8 +82,7 @@ class Board:
         self._late_s = self._first_late_s = late_s()
         self._closed = False
         self._last: Callable[[], None] = lambda: None
-        self._error: str | None = None
-        self._missing: str | None = None
+        self._has_failed = False  # the store, the last time
         self._thread = threading.Thread(target=self._run, name="flashpoint-board", daemon=True)
 
     def start(self) -> None:
@@ -99,12 +98,6 @@ class Board:
     def verdict(self) -> Verdict:
         """The newest verdict that this rank knows."""
         return self._member.verdict
-
-    @property
-    def error(self) -> str | None:
-        """The reason why nothing new can be verified now: the store fails, or, on rank 0, ranks are silent for longer
-        than ``FLASHPOINT_LATE_S``; None if there is none."""
-        return self._error or self._missing
 
     def call(self, save: SaveId, *, explicit: bool = False, table: str = "") -> None:
         """See `Member.call`."""
@@ -161,14 +154,14 @@ class Board:
                 if self._go_on():
                     began = time.monotonic()
                     continue
-                self._error = None
+                self._has_failed = False
             except Exception as error:  # of whatever kind: a thread that ended would be silent for ever
                 self._report(error)
-                self._store, pause_s = None, _LONGEST_PAUSE_S
+                self._store, self._has_failed, pause_s = None, True, _LONGEST_PAUSE_S
             if self._news.wait(pause_s):
                 began = time.monotonic()
                 self._news.clear()
-        if self._error is None:
+        if not self._has_failed:
             try:
                 self._last()
             except Exception:
@@ -189,14 +182,12 @@ class Board:
             self._also()
         answered = self._answer(self._store, verdict)
         if self._leader is not None:
-            newer = self._decide(self._store, self._leader, verdict.number)
-        else:
-            blob = self._store.get("verdict")  # rank 0 may not have come yet
-            newer = Verdict.parsed(json.loads(blob)) if blob else None
-        if newer is None:
+            return self._lead(self._store, self._leader, verdict) or answered
+        blob = self._store.get("verdict")  # rank 0 may not have come yet
+        if not blob:
             return answered
         with self._lock:
-            return self._member.adopt(newer) or answered
+            return self._member.adopt(Verdict.parsed(json.loads(blob))) or answered
 
     def _connected(self, verdict: Verdict) -> SignedStore:
         store = self._connect()
@@ -204,7 +195,7 @@ class Board:
             for rank in range(self._ranks):
                 store.reserve(f"answer/{rank}")
             store.set("verdict", json.dumps(verdict))
-            if self._error is not None:  # answers that were counted are found when late
+            if self._has_failed:  # answers that were counted are found when late
                 store.plain.delete_key(f"count/{verdict.number}")
         return store
 
@@ -238,18 +229,22 @@ class Board:
         self._published, self._answered = answer, time.monotonic()
         return True
 
-    def _decide(self, store: SignedStore, leader: Leader, number: int) -> Verdict | None:
-        """Decide a round on rank 0, and publish the verdict; None if that cannot be done yet."""
+    def _lead(self, store: SignedStore, leader: Leader, old: Verdict) -> bool:
+        """Decide a round on rank 0: adopt the verdict, then publish it. Return False if that cannot be done yet.
+
+        Where publishing fails, `_connected` does it again. Were the verdict adopted last, a failure in between would
+        have rank 0 decide once more, and two verdicts would have one number.
+        """
         now = time.monotonic()
-        has_answered = self._published is not None and self._published.number == number
+        has_answered = self._published is not None and self._published.number == old.number
         is_late = has_answered and now - self._answered > self._late_s
         answers: list[Answer] = []
-        if store.plain.add(f"count/{number}", 0) >= self._ranks or is_late:
+        if store.plain.add(f"count/{old.number}", 0) >= self._ranks or is_late:
             blobs = store.multi_get([f"answer/{rank}" for rank in range(self._ranks)])
             found = [Answer.parsed(json.loads(blob)) if blob else None for blob in blobs]
             answers = [answer for answer in found if answer is not None]
             if is_late:
-                self._report_missing([rank for rank, each in enumerate(found) if not each or each.number != number])
+                self._report_missing([rank for rank, each in enumerate(found) if not each or each.number != old.number])
         is_busy = self._persister_is_busy()
         with self._lock:
             verdict = leader.decide(
@@ -258,14 +253,13 @@ class Board:
                 is_idle=now - self._called >= _IDLE_S,
                 persister_is_busy=is_busy,
             )
-        if verdict is None:
-            return None
-        store.set("verdict", json.dumps(verdict))
-        store.plain.delete_key(f"count/{number - 1}")
-        if verdict.total > self._member.verdict.total:
-            self._missing = None
+            if verdict is None:
+                return False
+            self._member.adopt(verdict)
         self._decided, self._late_s = now, self._first_late_s
-        return verdict
+        store.set("verdict", json.dumps(verdict))
+        store.plain.delete_key(f"count/{old.number - 1}")
+        return True
 
     def _report_missing(self, missing: Sequence[int]) -> None:
         """Name the ranks that have not answered a round, less and less often."""
@@ -274,13 +268,16 @@ class Board:
         if missing:
             step = None if save is None else save.step
             named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            self._missing = f"step {step} is not verified: for {seconds:.0f} s, nothing was heard of rank {named}"
-            _log.warning("%s", self._missing)
+            text = "step %s is not verified: for %.0f s, nothing was heard of rank %s"
+            _log.warning(text, step, seconds, named)
             self._emit(events.RanksMissing, step=step, ranks=tuple(missing), seconds=seconds)
 
     def _report(self, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}"
-        if self._error is None and not self._closed:
-            _log.warning("rank %d cannot use the board, and nothing new is verified until it can: %s", self._rank, text)
+        if not self._has_failed and not self._closed:
+            text = f"{type(error).__name__}: {error}"
+            _log.warning(
+                "rank %d cannot reach the store on rank 0, and no new version is verified until it can: %s",
+                self._rank,
+                text,
+            )
             self._emit(events.AgreementFailed, step=None, error=text)
-        self._error = text

@@ -19,9 +19,9 @@ from ml_flashpoint import events
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.copying import Copies
-from ml_flashpoint.engine.persist import Persister, PersistHealth
+from ml_flashpoint.engine.persist import Persister
 from ml_flashpoint.engine.reader import VersionReader
-from ml_flashpoint.engine.recovery import Found, KeptVersion, Recovery, RecoveryReport
+from ml_flashpoint.engine.recovery import Found, KeptVersion, Recovery
 from ml_flashpoint.engine.replicas import Replicas
 from ml_flashpoint.engine.rounds import Member, Verdict
 from ml_flashpoint.engine.save import Save, Saves
@@ -50,7 +50,7 @@ from ml_flashpoint.format.knobs import (
 from ml_flashpoint.format.names import CheckpointContainerId, SaveId
 from ml_flashpoint.memory.container import BaseContainer, JobLock, Owner
 from ml_flashpoint.memory.pool import Pool
-from ml_flashpoint.ranks.rank_group import boot_id, rank_group
+from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, PairwiseReplicationStrategy
 from ml_flashpoint.state.archive import warn_of_old_torch
 from ml_flashpoint.status import Status, StatusFile
@@ -80,15 +80,14 @@ class Checkpointer:
     Args:
         base: absolute path of a folder on a tmpfs of this node that belongs to this job alone.
         config: settings; the same on all ranks.
-        discard_existing: versions that are there do not count any more, and are removed, on all nodes.
+        discard_existing: first remove all existing versions, on all nodes.
 
     Attributes:
-        base: base container. ranks: the ranks that use it together. strategy: who holds copies of whose parts.
-        holders: the ranks that hold copies of this one's parts.
+        base: base container. ranks: the ranks of the job. strategy: the replication strategy.
+        holders: the ranks that hold copies of this rank's parts.
         container: the store of versions on this node.
-        stats: counters of what became of the saves of this rank.
-        replicas: who writes what of the state that several ranks have alike.
-        phase: what may be done with it now.
+        replicas: the division of replicated state among ranks.
+        phase: the state of the base container.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
@@ -106,7 +105,6 @@ class Checkpointer:
         warn_of_old_torch()
         self.ranks = rank_group()
         self.phase = Phase.UNASKED
-        self._found: Found | None = None
         self._excluded: set[SaveId] = set()
         for other in list(_live):
             if os.path.realpath(other.base) == os.path.realpath(self.base) and not other.is_closed:
@@ -126,7 +124,7 @@ class Checkpointer:
     def _open(self, stack: contextlib.ExitStack, *, discard_existing: bool) -> None:
         ranks, rule = self.ranks, self.config.rule
         self.container = self._together(partial(self._locked_container, stack))
-        ranks.check_nodes(_place_of(Path(self.base)), "a base container")
+        ranks.check_nodes(Path(self.base))
         strategy = self.config.replication
         assert not isinstance(strategy, str)
         several = len(ranks.topology.node_order) > 1
@@ -168,7 +166,6 @@ class Checkpointer:
         look = None if self._persister is None else self._persister.look
         self._saves = self._together(lambda: Saves(ranks, self.base, self._pool, look))
         stack.callback(self._saves.thread.close)
-        self.stats = self._saves.stats
         if discard_existing or not self._recovery.any_versions():
             self.go_on_from(None)
         if self._persister is not None and self.config.sigterm_grace_s is not None:
@@ -190,10 +187,8 @@ class Checkpointer:
                 text = f"cannot use the base container: {type(error).__name__}: {error}"
                 raise kind(text, rank=rank, node=node, path=path) from error
 
-        text = "another rank cannot use its base container; its log says why"
         until = time.monotonic() + recovery_deadline_s()
-        otherwise = LoadError(text, rank=rank, node=node, path=path)
-        return self.ranks.together(lambda: retrying(typed, until, f"opening {self.base}"), otherwise)
+        return self.ranks.together(lambda: retrying(typed, until, f"opening {path}"), LoadError, f"opening {path}")
 
     def _locked_container(self, stack: contextlib.ExitStack) -> BaseContainer:
         # A base container belongs to one job. A whole filesystem, such as /dev/shm, belongs to all of the machine.
@@ -262,22 +257,21 @@ class Checkpointer:
         self.check_usable("latest()")
         return self._saves.begin(step, explicit=explicit, table=table)
 
-    def _push(self, save: SaveId, verdict: Verdict) -> None:
-        """Have the holders copy the round's part. On the board's thread."""
+    def _push(self, run: int, save: SaveId, verdict: Verdict) -> None:
+        """Have the holders copy the part of a round of a run. On the board's thread."""
         if not self.holders:
             return
-        began = time.monotonic()
+        began, has_failed = time.monotonic(), self.status.replication_error is not None
         try:
-            size = self._copies.push(save, verdict, self._pool)
+            size = self._copies.push(save, run, verdict, self._pool)
         except FlashpointError as error:
-            if self.stats.copy_error is None:  # once, until copies are made again
-                _log.error("replication fails, older versions stay: %s", error)
-            self.stats.copy_error = str(error)
+            if not has_failed:  # once, until copies are made again
+                _log.error("replication fails; older versions are kept: %s", error)
             self._emit(events.ReplicationFailed, save.step, error=str(error))
             raise
-        if self.stats.copy_error is not None:
+        if has_failed:
             _log.warning("replication works again from step %d on", save.step)
-        self.stats.copy_error, seconds = None, time.monotonic() - began
+        seconds = time.monotonic() - began
         self._emit(events.PartReplicated, save.step, bytes=size, holders=self.holders, seconds=seconds)
 
     def _heard(self, verdict: Verdict) -> None:
@@ -318,21 +312,21 @@ class Checkpointer:
     # ---- loading -------------------------------------------------------------------------------------------
 
     @property
-    def last_recovery(self) -> RecoveryReport | None:
-        """Report of the last `newest` or `bring`; None before."""
+    def last_recovery(self) -> events.VersionRecovered | None:
+        """The work of the last `newest` or `bring` on this rank; None if that has found nothing, and before."""
         return self._recovery.report
 
     def newest(self) -> CheckpointContainerId | None:
-        """Find the newest version that every rank can load, and bring here what this node lacks of it, checked. None if
-        there never was one. Collective. Saves go on as before until `go_on_from`.
+        """Return the newest version that every rank can load, after fetching and checking the parts that this node
+        lacks. None if no version ever existed. Collective. Saves continue unchanged until `go_on_from`.
 
         Raises:
-            NothingLoadableError: there are versions, and none can be loaded. On all ranks.
+            NothingLoadableError: versions exist, and none can be loaded. On all ranks.
         """
         return self._find(None)
 
     def bring(self, step: int) -> CheckpointContainerId:
-        """Do the same with the version of a step. Raise a `LoadError`, on all ranks, if that cannot be loaded."""
+        """Do the same for the version of a step. Raise a `LoadError` on all ranks if it cannot be loaded."""
         found = self._find(checked_integer("step", step, 0))
         assert found is not None
         return found
@@ -340,18 +334,18 @@ class Checkpointer:
     def _find(self, wanted: int | None) -> CheckpointContainerId | None:
         self.check_usable()
         retained = frozenset() if (board := self._saves.board) is None else board.retained
-        self._found = self._recovery.find(wanted, excluded=self._excluded, retained=retained)
-        return None if self._found is None else self.id(self._found.save.step)
+        found = self._recovery.find(wanted, excluded=self._excluded, retained=retained)
+        return None if found is None else self.id(found.save.step)
 
     def go_on_from(self, version: CheckpointContainerId | None) -> None:
-        """Begin a new run, which goes on from a version that `newest` or `bring` has returned, or from none of those
-        there are. Collective. Versions outside the run's lineage do not exist any more.
+        """Begin a new run that continues from a version that `newest` or `bring` returned, or, with None, from no
+        version. Collective. Versions outside the lineage of the run are ignored from then on.
 
         Raises:
             SaveError, CapacityError: the run cannot be recorded on some node. On all ranks.
         """
         self.check_usable()
-        chosen = None if version is None else self._found
+        chosen = None if version is None else self._recovery.found
         if version is not None and (chosen is None or self.id(chosen.save.step) != version):
             raise InvalidArgumentError("is not the version that was found last", argument="version", value=version)
         self._end_run(seal_deadline_s())
@@ -371,20 +365,20 @@ class Checkpointer:
             rank=self.ranks.rank,
             ranks=self.ranks.world_size,
             connect=lambda: self._store.connect(f"run-{run}"),
-            push=self._push,
+            push=partial(self._push, run),
             heard=self._heard,
             also=self.replicas.answer if self.ranks.world_size > 1 else None,
             emit=self._emit,
             persist_every=0 if persist is None else persist.every,
             persister_is_busy=lambda: self._persister is not None and self._persister.is_busy,
         )
+        self._emit(events.RunBegun, None if chosen is None else chosen.save.step, run=run)
         saves.run, saves.board = run, board
-        self.stats.last_committed = self.stats.last_verified = None
         if self._persister is not None:
             self._persister.heard(verdict)
         # Before a board pushes what was recovered.
         self._copies.serve(run, board.hear, lambda: board.retained)
-        self.ranks.together(board.start, SaveError("another rank cannot begin the run; its log says why"))
+        self.ranks.together(board.start, SaveError, "beginning the run")
         with saves.changed:  # it may have been closed meanwhile, by another thread or a signal handler
             self.check_usable()
             self.phase = Phase.RUNNING
@@ -404,28 +398,29 @@ class Checkpointer:
                 saves.give_up(save, SupersededError, "the save was not verified before its run ended")
 
     def latest(self) -> CheckpointContainerId | None:
-        """Find and bring the newest version (`newest`) and go on from it (`go_on_from`). Collective."""
+        """Return the newest version (`newest`), and begin a run from it (`go_on_from`). Collective."""
         self.reconsider()
         self.go_on_from(found := self.newest())
         return found
 
     def go_back(self, step: int) -> CheckpointContainerId:
-        """Bring the version of a step (`bring`) and go on from it (`go_on_from`). Collective."""
+        """Return the version of a step (`bring`), and begin a run from it (`go_on_from`). Collective."""
         self.reconsider()
         self.go_on_from(found := self.bring(step))
         return found
 
     def discard(self, version: CheckpointContainerId) -> None:
-        """Do not find a version again until `reconsider`: it could not be loaded. The same on all ranks."""
-        if self._found is not None and self.id(self._found.save.step) == version:
-            self._excluded.add(self._found.save)
+        """Exclude a version that could not be loaded, until `reconsider`. Call it on all ranks."""
+        found = self._recovery.found
+        if found is not None and self.id(found.save.step) == version:
+            self._excluded.add(found.save)
 
     def reconsider(self) -> None:
-        """Forget what was discarded."""
+        """Include discarded versions again."""
         self._excluded.clear()
 
     def versions(self) -> list[KeptVersion]:
-        """Return what can be gone back to, newest first. Collective."""
+        """Return the versions to which `go_back` can go, newest first. Collective."""
         self.check_usable()
         return self._recovery.versions()
 
@@ -444,11 +439,6 @@ class Checkpointer:
     def run(self) -> int:
         """Number of the run; 0 unless one has begun."""
         return self._saves.run
-
-    @property
-    def board_error(self) -> str | None:
-        """The reason why nothing new can be verified now; None while the board works."""
-        return None if (board := self._saves.board) is None else board.error
 
     @property
     def is_closed(self) -> bool:
@@ -471,8 +461,8 @@ class Checkpointer:
         if self.phase is Phase.UNASKED and ask is not None:
             # What to do is in the message: of what DCP passes on, users see no hints.
             raise UnaskedVersionsError(
-                "there are checkpoints of an earlier run here that nobody has asked about, and saving would overwrite"
-                f" them: call {ask} before the first save, to go on from them or give them up, or use another folder",
+                "an earlier run has left versions here, and saving would overwrite"
+                f" them: call {ask} before the first save, or use another folder",
                 rank=rank,
                 node=self.ranks.node,
                 path=self.base,
@@ -498,16 +488,11 @@ class Checkpointer:
         if self._persister is not None:
             self._persister.hurry()  # at once: a save that other ranks have not begun may take all the time there is
         if not (done := self._wait_for_copies(deadline_s)):
-            _log.warning("the save in flight was not verified within %.0f s", deadline_s)
+            _log.warning("the unfinished save was not verified within %.0f s", deadline_s)
         if self._persister is not None and not self._persister.finish(max(give_up - time.monotonic(), 0.0)):
             _log.warning("the newest version was not persisted within %.0f s", deadline_s)
             return False
         return done
-
-    @property
-    def persist_health(self) -> PersistHealth:
-        """State of persisting on this rank; all None where nothing is to be persisted."""
-        return PersistHealth(None, None, None, 0) if self._persister is None else self._persister.health
 
     def remove_versions(self) -> None:
         """Remove every version from memory, on all nodes, at a planned end; a failure is logged. Collective."""
@@ -517,7 +502,7 @@ class Checkpointer:
                 _log.error("versions stay in memory: a rank has not ended its saves, or not persisted the newest one")
                 return
             self._end_run(seal_deadline_s())
-            self.ranks.together(self._remove_all, SaveError("another rank cannot remove its versions"))
+            self.ranks.together(self._remove_all, SaveError, "removing versions")
             self.go_on_from(None)  # last: to record a run takes memory
         except FlashpointError as error:
             _log.error("versions stay in memory: %s", error)
@@ -566,13 +551,6 @@ class Checkpointer:
     ) -> None:
         # After an error the peers may be dead. They are not waited for as long.
         self.close(None if error is None else exit_deadline_s())
-
-
-def _place_of(base: Path) -> str:
-    with contextlib.suppress(OSError):
-        found = os.stat(base)
-        return f"{boot_id()}-{found.st_dev:x}-{found.st_ino:x}"
-    return ""
 
 
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()

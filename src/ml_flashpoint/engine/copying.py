@@ -36,7 +36,7 @@ from ml_flashpoint.memory.slot import PAGE, Slot, State, no_room
 from ml_flashpoint.net.messages import Fields, integer
 from ml_flashpoint.net.reachable import reachable_host
 from ml_flashpoint.net.transfers import Address, BlockChecker, PartName, PeerConnection, TransferService, push_to_all
-from ml_flashpoint.ranks.rank_group import RankGroup, boot_id
+from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
 
 _log = logging.getLogger(__name__)
@@ -60,14 +60,12 @@ class Copies:
     each rank's service; None for a rank that serves nothing.
 
     Raises:
-        TopologyError: two machines have the same node id. On all ranks.
         ReplicationError: a rank cannot serve its peers. On all ranks.
     """
 
     def __init__(
         self, ranks: RankGroup, strategy: ReplicationStrategy, container: BaseContainer, held: Mapping[int, Pool]
     ) -> None:
-        ranks.check_nodes(boot_id(), "a machine")
         self._ranks, self._container, self._held = ranks, container, held
         self._run = 0  # the run that is served
         self._changed = threading.Condition()
@@ -88,8 +86,7 @@ class Copies:
                     raise ReplicationError(f"peers cannot reach this host: {error}", rank=ranks.rank) from error
 
         try:
-            text = "another rank cannot serve its peers; its log says why"
-            ranks.together(listen, ReplicationError(text, rank=ranks.rank))
+            ranks.together(listen, ReplicationError, "serving peers")
             mine = None if self._service is None else self._service.address
             found = [json.loads(blob) for blob in ranks.gather(json.dumps(mine).encode())]
         except BaseException:
@@ -115,12 +112,12 @@ class Copies:
 
     # ---- giving and fetching parts ---------------------------------------------------------------------------
 
-    def push(self, save: SaveId, verdict: Verdict, pool: Pool) -> int:
+    def push(self, save: SaveId, run: int, verdict: Verdict, pool: Pool) -> int:
         """Give all holders of this rank, at once, a copy of a committed part of its pool, with the newest verdict that
-        this rank knows. Return the part's bytes when all have it. Raise a `FlashpointError` if a holder has no copy.
-        """
+        this rank knows in a run. Return the part's bytes when all have it. Raise a `FlashpointError` if a holder has no
+        copy."""
         manifest = pool.container.read_manifest(save, self._ranks.rank)
-        rider = {"run": self._run, "verdict": verdict}
+        rider = {"run": run, "verdict": verdict}
         with pool.reading(save) as slot, slot.buffer[: manifest.record.size] as view:
             push_to_all(list(self._holders), lambda rank: self._holders[rank].push(manifest, view, rider))
         return manifest.record.size
@@ -236,8 +233,8 @@ class Copies:
     def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
         """See `TransferBackend`."""
         verdict, part = Verdict.parsed(rider.get("verdict")), PartName.of(manifest)
-        with self._in_turn(part.rank, integer(rider, "run", 1), verdict.number):
-            self._hear(verdict)
+        with self._in_turn(part.rank, integer(rider, "run", 1), verdict.number) as hear:
+            hear(verdict)
             pool = self._pool_for(manifest)
             if self._is_held(pool, part.save, manifest):
                 yield None
@@ -259,9 +256,9 @@ class Copies:
                 raise lasting or ReplicationError(f"no copy can be taken in just now: {error}") from error
 
     @contextlib.contextmanager
-    def _in_turn(self, rank: int, run: int, number: int) -> Iterator[None]:
+    def _in_turn(self, rank: int, run: int, number: int) -> Iterator[Callable[[Verdict], None]]:
         """Receive one push of a rank at a time, of this run and of no earlier round: what is left of a connection that
-        the rank has given up could take the slot of a newer push."""
+        the rank has given up could take the slot of a newer push. Yield what is to hear the verdict of this run."""
         with self._changed:
             # Ranks begin a run together, but not at one instant. A push whose connection broke ends soon.
             self._changed.wait_for(lambda: run <= self._run and rank not in self._receiving, ROOM_S)
@@ -274,8 +271,9 @@ class Copies:
                 raise ReplicationError(f"the push is of round {number}, after one of round {newest}", rank=rank)
             self._heard[rank] = number
             self._receiving.add(rank)
+            hear = self._hear
         try:
-            yield
+            yield hear
         finally:
             with self._changed:
                 self._receiving.remove(rank)

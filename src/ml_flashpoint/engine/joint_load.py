@@ -26,10 +26,11 @@ _TRIES_IF_LOST = 2
 """Most times that loading begins anew, of whatever versions, because ranks lost each other."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadFailure:
-    """The reason why a version could not be loaded, the same on every rank. Where ranks differ, it is the one that
-    leaves least to try, and ``rank`` the lowest that has it. ``touched``: some rank may have written to tensors."""
+@dataclass(eq=False)
+class LoadFailure(Exception):
+    """The reason why a version could not be loaded, raised on all ranks; its cause is what was raised here, if anything
+    was. Where ranks differ, the reason is the one that leaves least to try, and ``rank`` the lowest that has it.
+    ``touched``: some rank may have written to tensors."""
 
     version: str
     rank: int
@@ -41,14 +42,6 @@ class LoadFailure:
     def is_misfit(self) -> bool:
         """True if the program could not take what was there."""
         return self.blame in (Blame.OBJECT, Blame.PROGRAM)
-
-
-class FailedStepError(Exception):
-    """A step of a load failed on some rank. Raised on all; its cause is what was raised here, if anything was."""
-
-    def __init__(self, failure: LoadFailure) -> None:
-        super().__init__(failure)
-        self.failure = failure
 
 
 class JointLoad:
@@ -78,8 +71,9 @@ class JointLoad:
         while (version := find()) is not None:
             try:
                 return version, load(version)
-            except FailedStepError as failed:
-                failure, self.cause = failed.failure, failed.__cause__
+            except LoadFailure as failed:
+                failure, self.cause = failed, failed.__cause__
+                failed.__cause__ = failed.__traceback__ = None  # which hold what was loaded
             if failure.blame is Blame.RANKS:
                 lost += 1
                 if lost > _TRIES_IF_LOST:
@@ -102,8 +96,8 @@ class JointLoad:
     def step(
         self, version: CheckpointContainerId, action: Callable[[], _T], *, touched: Callable[[], bool] = lambda: False
     ) -> _T:
-        """Return what ``action`` returns, once it has succeeded on every rank. Raise a `FailedStepError` if it failed
-        on one. ``touched`` then returns True if tensors may have been written to."""
+        """Return what ``action`` returns, once it has succeeded on every rank. Raise a `LoadFailure` if it failed on
+        one. ``touched`` then returns True if tensors may have been written to."""
         result: list[_T] = []
         error, report = None, b""
         try:
@@ -116,4 +110,4 @@ class JointLoad:
             return result[0]
         blame, rank, text, _ = max(reports, key=lambda each: (each[0], -each[1]))
         anywhere = any(each[3] for each in reports)
-        raise FailedStepError(LoadFailure(version.name, rank, str(text), Blame(blame), anywhere)) from error
+        raise LoadFailure(version.name, rank, str(text), Blame(blame), anywhere) from error

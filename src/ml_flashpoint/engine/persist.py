@@ -32,7 +32,6 @@ from ml_flashpoint.memory.slot import Slot
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.location import open_durable
-from ml_flashpoint.stores.version_store import check_blocks
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -43,24 +42,6 @@ _ZEROS: Final = bytes(1 << 20)
 _MOST_OF_AN_ERROR: Final = 2000
 _TRIES_AT_END: Final = 4
 """At the end, a second apart."""
-
-
-@dataclass(frozen=True, slots=True)
-class PersistHealth:
-    """State of persisting on this rank.
-
-    Attributes:
-        persisted: step of the newest version that rank 0 has completed in the store; on other ranks, of the newest one
-            whose part this rank has written; None for none.
-        error: reason why the latest version is not persisted, or no next one can be; None while nothing is amiss.
-        lag: steps from there to the newest verified version; None if either is not known.
-        failures: versions whose part could not be written here, or that could not be completed here.
-    """
-
-    persisted: int | None
-    error: str | None
-    lag: int | None
-    failures: int
 
 
 class _SupersededError(FlashpointError):
@@ -86,7 +67,10 @@ class Persister:
     """The thread that persists this rank's parts, and on rank 0 completes versions. Thread-safe.
 
     ``pool`` has the slots of this rank's parts, and is closed after this. ``connect`` returns a client of the job's
-    store. Raises a `SaveError` if no thread can be started.
+    store. Events say how persisting goes. Raises a `SaveError` if no thread can be started.
+
+    Attributes:
+        owns_store: True once this process may persist there: on rank 0, no other job does.
     """
 
     def __init__(
@@ -104,16 +88,14 @@ class Persister:
         self._connect, self._open_store = connect, open_store
         self._client: SignedStore | None = None
         self._opened: DurableVersions | None = None
-        self._owning, self._owns = contextlib.ExitStack(), ranks.rank != 0
+        self._owning, self.owns_store = contextlib.ExitStack(), ranks.rank != 0
         self._changed = threading.Condition()
         self._task: _Task | None = None
-        self._is_refused = self._hurrying = self._closing = False
+        self._is_refused = self._hurrying = self._closing = self._is_failing = False
         self._newest: SaveId | None = None
         self._due: SaveId | None = None
         self._done: SaveId | None = None
-        self._persisted: int | None = None
-        self._error: str | None = None
-        self._failures, self._tries_left = 0, _TRIES_AT_END
+        self._tries_left = _TRIES_AT_END
         self._progress = self._pace = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="flashpoint-persist", daemon=True)
         try:
@@ -136,9 +118,10 @@ class Persister:
     def look(self) -> None:
         """Free the slot of a part if the durable store has not answered for ``FLASHPOINT_TRANSFER_DEADLINE_S``: saves
         may need it. To be called again and again."""
-        task = self._task
-        if task is not None and time.monotonic() - self._progress > transfer_deadline_s():
+        task, silent_s = self._task, time.monotonic() - self._progress
+        if task is not None and silent_s > transfer_deadline_s() and not task.superseded.is_set():
             task.give_up()
+            self._report(task.save, f"{self.options.url} has not answered for {silent_s:.0f} s")
 
     @property
     def is_busy(self) -> bool:
@@ -188,11 +171,6 @@ class Persister:
             self._owning.close()
 
     @property
-    def owns_store(self) -> bool:
-        """True once this process may persist there: on rank 0, no other job does."""
-        return self._owns
-
-    @property
     def _store(self) -> DurableVersions:
         """The store, opened by this class's thread when it is needed first. That may hang, so no lock is held."""
         if self._opened is None:
@@ -200,16 +178,10 @@ class Persister:
         return self._opened
 
     def _own(self) -> None:
-        """Be the process that completes versions at this URL, and look which there are."""
-        if self.owns_store:
-            return
-        newest = next((version for version in self._store.versions() if version.counts), None)
-        self._owning.enter_context(self._store.owned())
-        self._owns = True
-        with self._changed:
-            self._persisted = None if newest is None else newest.step
-            if self._task is None:
-                self._error = None
+        """Be the process that completes versions at this URL."""
+        if not self.owns_store:
+            self._owning.enter_context(self._store.owned())
+            self.owns_store = True
 
     def _persist(self, task: _Task) -> None:
         save, slot = task.save, task.slot
@@ -226,10 +198,10 @@ class Persister:
         events.emit(events.PartPersisted, self._ranks, self._base, save.step, bytes=size, seconds=seconds)
         if self._rank == 0:
             self._complete(task)
+        if self._is_failing:
+            _log.warning("persisting works again from step %d on", save.step)
         with self._changed:
-            if self._error is not None:
-                _log.warning("persisting works again from step %d on", save.step)
-            self._persisted, self._done, self._error = save.step, save, None
+            self._done, self._is_failing = save, False
             if self._task is task:
                 self._task = None  # the next one may become due while older versions are removed
             self._changed.notify_all()
@@ -242,7 +214,7 @@ class Persister:
         for begin in range(0, record.size, piece):
             with self._reading(task):
                 content = slot.buffer[begin : min(begin + piece, record.size)]
-                check_blocks(record, begin, content, str(slot.path))
+                record.check(content, begin, path=slot.path)
             for at in range(0, len(content), _SLICE_BYTES):
                 self._pause(task, len(content[at : at + _SLICE_BYTES]))
                 yield content[at : at + _SLICE_BYTES]
@@ -306,20 +278,22 @@ class Persister:
 
     def _fail(self, task: _Task | None, error: Exception) -> bool:
         """Report a failure. Return False if the task is to be tried again: at the end of the job, a few times."""
-        text, step = text_of(error), None if task is None else task.save.step
-        what = "nothing can be persisted yet" if task is None else f"step {step} is not persisted"
-        with self._changed:
-            level = logging.ERROR if self._error is None else logging.DEBUG
-            self._error = text
-            self._failures += task is not None
-        events.emit(events.PersistFailed, self._ranks, self._base, step, error=text)
-        _log.log(level, "%s, training goes on: %s", what, text)
+        text = text_of(error)
+        self._report(None if task is None else task.save, text)
         if task is None:
             return True
         why = f"rank {self._rank} could not write its part: {text[:_MOST_OF_AN_ERROR]}"
         self._ask(lambda job: job.set(_key(task.save), why))
         self._tries_left -= 1
         return not self._hurrying or self._tries_left <= 0 or task.slot is None
+
+    def _report(self, save: SaveId | None, text: str) -> None:
+        """Tell why a version is not persisted, or why none can be."""
+        step = None if save is None else save.step
+        what = "nothing can be persisted yet" if save is None else f"step {step} is not persisted"
+        _log.log(logging.DEBUG if self._is_failing else logging.ERROR, "%s, training goes on: %s", what, text)
+        self._is_failing = True
+        events.emit(events.PersistFailed, self._ranks, self._base, step, error=text)
 
     def _ask(self, call: Callable[[SignedStore], _T]) -> _T | None:
         """Return the result of a call of the job's store; None if that fails: then nobody hears of failures."""
@@ -330,17 +304,6 @@ class Persister:
             _log.debug("the job's store failed: %s", error)
             self._client = None
             return None
-
-    @property
-    def health(self) -> PersistHealth:
-        """State of persisting, now."""
-        with self._changed:  # a version that is persisted and the error that it ends are seen at once
-            newest, persisted, error = self._newest, self._persisted, self._error
-        quiet_s = time.monotonic() - self._progress
-        if self._task is not None and quiet_s > transfer_deadline_s():
-            error = f"{self.options.url} has not answered for {quiet_s:.0f} s"
-        lag = None if newest is None or persisted is None else newest.step - persisted
-        return PersistHealth(persisted, error, lag, self._failures)
 
     # ---- the end --------------------------------------------------------------------------------------------
 

@@ -8,24 +8,24 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from ml_flashpoint.copy.cpu import typed_view
 from ml_flashpoint.copy.dtypes import torch_dtype
-from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import DamagedError, ObjectNotFoundError, PrunedError, UnreadableError, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.format.names import CheckpointContainerId, SaveId
-from ml_flashpoint.format.object_format import Entry, Layout, header_length
+from ml_flashpoint.format.object_format import Entry, Layout
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.pool import Pool
 from ml_flashpoint.stores.bounded import in_background, result_of
 from ml_flashpoint.stores.durable import DurableVersions
-from ml_flashpoint.stores.version_store import Version, check_blocks, parsed_layout
+from ml_flashpoint.stores.version_store import StoredObject, Version, read_layout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -60,7 +60,6 @@ class ObjectReader:
         self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
         if self.record.size:
             self._data = torch.frombuffer(self._buffer, dtype=torch.uint8)
-        self._layout: Layout | None = None
 
     def ensure(self, begin: int, end: int) -> None:
         """Have bytes ``begin:end`` here and checked."""
@@ -73,16 +72,15 @@ class ObjectReader:
             self._fetch(run[0], self._buffer[run[0] * size : min((run[-1] + 1) * size, self.record.size)])
             self._present.update(run)
 
-    @property
+    def read(self, begin: int, end: int) -> memoryview:
+        """Return bytes ``begin:end``, where they lie."""
+        self.ensure(begin, end)
+        return self._buffer[begin:end]
+
+    @cached_property
     def layout(self) -> Layout:
-        """The content of the header. Raises an `ObjectFormatError` if it is not valid, although its digest is right."""
-        if self._layout is None:
-            size = self.record.size
-            self.ensure(0, min(8, size))
-            length = header_length(self._buffer[:8], self.record.file_size, self.path)
-            self.ensure(0, min(length, size))
-            self._layout = parsed_layout(self.record, self._buffer[:length], self.path)
-        return self._layout
+        """The items of the object; see `read_layout`."""
+        return read_layout(self.record, self.read, self.path)
 
     def entry(self, key: str) -> Entry:
         """Return where an item lies. Raises `ObjectNotFoundError`."""
@@ -114,8 +112,7 @@ class ObjectReader:
     def bytes_of(self, key: str) -> memoryview:
         """Return an item as plain bytes."""
         entry = self.entry(key)
-        self.ensure(entry.begin, entry.end)
-        return self._buffer[entry.begin : entry.end]
+        return self.read(entry.begin, entry.end)
 
 
 def _room(manifest: Manifest, path: str) -> memoryview:
@@ -193,8 +190,7 @@ class MemoryParts:
             else:
                 buffer = opened.enter_context(container.open_part(save, rank)).buffer
             if (save, rank) not in self._checked:
-                bytes_of = buffer[: record.size]
-                verify_blocks(bytes_of, record.digests, record.block_size, path=path)
+                record.check(buffer[: record.size], path=path)
                 self._checked.add((save, rank))
             stack.push(opened.pop_all())
             return ObjectReader(manifest, local=buffer, path=path)
@@ -212,39 +208,28 @@ class DurableParts:
 
     def open(self, rank: int, stack: contextlib.ExitStack) -> ObjectReader:
         """See `MemoryParts.open`."""
-        manifest = self.manifest(rank)
-        record = manifest.record
-        path = self._store.path_of(manifest)
+        stored = StoredObject(self.manifest(rank), [self._store])
 
         def fetch(first: int, buffer: memoryview) -> None:
-            begin = first * record.block_size
-            waited_for(lambda: self._store.read_into(manifest, begin, buffer), self._store.path)
-            check_blocks(record, begin, buffer, path)
+            begin = first * stored.record.block_size
+            waited_for(lambda: stored.read_into(begin, buffer), self._store.path)
 
-        return ObjectReader(manifest, fetch=fetch, path=path)
+        return ObjectReader(stored.manifest, fetch=fetch, path=stored.path)
 
 
 class VersionReader:
     """The parts of one version. One caller at a time; a context manager. While a part of this node is open its slot is
     locked against reuse."""
 
-    def __init__(
-        self,
-        version: CheckpointContainerId,
-        save: SaveId,
-        world_size: int,
-        parts: MemoryParts | DurableParts,
-        tier: Literal["memory", "persisted"] = "memory",
-    ) -> None:
-        self.version, self.save, self.world_size, self._parts = version, save, world_size, parts
-        self.tier: Literal["memory", "persisted"] = tier
+    def __init__(self, version: CheckpointContainerId, world_size: int, parts: MemoryParts | DurableParts) -> None:
+        self.version, self.world_size, self._parts = version, world_size, parts
         self._open = contextlib.ExitStack()
         self._readers: dict[int, ObjectReader] = {}
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             text = f"it was saved by {self.world_size} ranks"
-            raise ObjectNotFoundError(text, step=self.save.step, rank=rank, path=str(self.version))
+            raise ObjectNotFoundError(text, step=self.version.step, rank=rank, path=str(self.version))
 
     def manifest(self, rank: int) -> Manifest:
         """Return the manifest of one rank's part. Raises `ObjectNotFoundError`."""

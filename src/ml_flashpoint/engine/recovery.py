@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ml_flashpoint import events
 from ml_flashpoint.engine.copying import Copies, Failures
@@ -82,7 +82,7 @@ _BESIDE_MEMORY_S = 10.0
 """Seconds that the durable store is waited for where memory has a version: it mostly is the newest one."""
 _MOST_UNREAD, _MOST_TEXT, _MOST_SHOWN = 1000, 500, 8
 _HINT = (
-    "nothing was removed: try again when the cause is mended; to go on from elsewhere, pass a fallback; "
+    "nothing was removed: try again once the cause is fixed; to resume from another checkpoint, pass a fallback; "
     "to give these versions up, remove the base container on every node (or pass discard_existing=True)"
 )
 
@@ -90,7 +90,7 @@ Found: TypeAlias = CompleteVersion | Version
 """A version that every rank can load: in memory, or in the durable store."""
 
 
-def tier_of(found: Found | None) -> Literal["memory", "persisted"]:
+def tier_of(found: Found | None) -> str:
     """Return the tier that a version was found in."""
     return "persisted" if isinstance(found, Version) else "memory"
 
@@ -110,29 +110,6 @@ class KeptVersion:
     bytes: int
     world_size: int
     save: SaveId
-
-
-@dataclass(slots=True)
-class RecoveryReport:
-    """The work of one recovery on this rank; times in seconds.
-
-    Attributes:
-        version: the version recovered, None if there was none.
-        detect_s: reading and gathering inventories. plan_s: planning. fetch_s: fetching and checking.
-        fetched_bytes: bytes that this rank received from peers.
-        tries: plans made; more than one means that something was damaged.
-        world_size: number of ranks that saved the version, None if there was none.
-        tier: store that the version was found in.
-    """
-
-    version: str | None = None
-    detect_s: float = 0.0
-    plan_s: float = 0.0
-    fetch_s: float = 0.0
-    fetched_bytes: int = 0
-    tries: int = 0
-    world_size: int | None = None
-    tier: Literal["memory", "persisted"] = "memory"
 
 
 # ---- the state of nodes ---------------------------------------------------------------------------------------------
@@ -340,7 +317,7 @@ class Recovery:
     by rank; ``durable`` is the URL of the durable store.
 
     Attributes:
-        found, report: the version that the last `find` found, and its work; None if there was none.
+        found, report: the version that the last `find` found, and its work on this rank; None if there was none.
         damaged: parts that were found damaged and not replaced yet.
         checked: parts of this node that this process has checked.
         is_marked: True once the run's record says that a version is verified: `mark`.
@@ -364,7 +341,7 @@ class Recovery:
         self.strategy, self.keep = strategy, keep
         self.durable = DurableTier(durable, ranks, open_store)
         self.found: Found | None = None
-        self.report: RecoveryReport | None = None
+        self.report: events.VersionRecovered | None = None
         self.damaged: set[Damage] = set()
         self.checked: set[tuple[SaveId, int]] = set()
         self._run, self.is_marked = 0, False
@@ -427,9 +404,8 @@ class Recovery:
         """
         self.damaged.clear()
         self.durable.forget()
-        search = _Search(self, wanted, frozenset(excluded), frozenset(retained))
-        self.found, self.report = None, search.report
-        self.found = search.run()
+        self.found = self.report = None
+        self.found = _Search(self, wanted, frozenset(excluded), frozenset(retained)).run()
         return self.found
 
     def record(self, chosen: Found | None) -> tuple[int, Verdict]:
@@ -454,9 +430,8 @@ class Recovery:
                     self.container.remove_part(damaged, rank)
             write_record(self.container, record)
 
-        other = SaveError("another node cannot record the run; its log says why", rank=ranks.rank, node=ranks.node)
         for action in (write, partial(mark_begun, self.container, record.run)):
-            ranks.together(action if ranks.is_node_leader else lambda: None, other)
+            ranks.together(action if ranks.is_node_leader else lambda: None, SaveError, "recording the run")
         return record.run, self._first_verdict(SaveId(record.run, 0), chosen, existing)
 
     def _first_verdict(self, start: SaveId, chosen: Found | None, existing: Sequence[CompleteVersion]) -> Verdict:
@@ -484,7 +459,7 @@ class Recovery:
             try:
                 mark_verified(self.container, self._run)
             except SaveError as error:
-                _log.warning("if all versions are lost, the job will start from nothing: %s", error)
+                _log.warning("if all versions are lost, the job will start from scratch: %s", error)
 
     def check_room(self, expected_bytes: int) -> None:
         """See `Checkpointer.check_room`."""
@@ -498,8 +473,7 @@ class Recovery:
                 what = f"{versions} versions of the ranks of this node, and copies that they hold"
                 raise no_room(what, needed, self.container.base, free)
 
-        text = "another node has too little room, or cannot tell how much; its log says more"
-        ranks.together(check, CapacityError(text, rank=ranks.rank))
+        ranks.together(check, CapacityError, "the check of room")
 
     def _room(self, sizes: Sequence[int], listed: Collection[SaveId]) -> tuple[int, int]:
         """Return the bytes that a save of all ranks needs on this node, with copies, and those that new slots can have:
@@ -542,7 +516,7 @@ class Recovery:
         """Return a reader of a version that was found."""
         version = CheckpointContainerId.create_child(CheckpointContainerId(self.container.base), found.save.version)
         parts = DurableParts(self.durable.store, found) if isinstance(found, Version) else self.parts_of(found)
-        return VersionReader(version, found.save, found.world_size, parts, tier_of(found))
+        return VersionReader(version, found.world_size, parts)
 
     def parts_of(self, found: CompleteVersion) -> MemoryParts:
         """Return the parts of a version in memory."""
@@ -558,7 +532,7 @@ class _Search:
     wanted: int | None
     excluded: frozenset[SaveId]
     retained: frozenset[SaveId]
-    report: RecoveryReport = field(default_factory=RecoveryReport)
+    fetched_bytes: int = 0
     until: float = field(default_factory=lambda: time.monotonic() + recovery_deadline_s())
     why: dict[SaveId, str] = field(default_factory=dict)
     """Of versions that some rank could not have."""
@@ -573,7 +547,7 @@ class _Search:
 
     def run(self) -> Found | None:
         """Try one version after the other, until all ranks have one or there is none. Collective."""
-        recovery, report = self.recovery, self.report
+        recovery, tries, detect_s, plan_s, fetch_s = self.recovery, 0, 0.0, 0.0, 0.0
         ranks, base = recovery.ranks, recovery.container.base
         tried: Found | None = None
         while True:
@@ -583,8 +557,8 @@ class _Search:
             self.complete = recovery.existing(self.reports)
             found = self._choose()
             planned = time.monotonic()
-            report.tries += 1
-            report.detect_s, report.plan_s = report.detect_s + gathered - began, report.plan_s + planned - gathered
+            tries += 1
+            detect_s, plan_s = detect_s + gathered - began, plan_s + planned - gathered
             if tried is not None and (found is None or found.save != tried.save):
                 why = self.why[tried.save]
                 _log.error("%s cannot be recovered, stepping back: %s", tried.save.version, why)
@@ -595,12 +569,21 @@ class _Search:
             has_all = self._vote(found, self._take(found))
             if has_all:
                 self._restore(found)
-            report.fetch_s += time.monotonic() - planned
+            fetch_s += time.monotonic() - planned
             if has_all:
-                report.version, report.world_size, report.tier = found.save.version, found.world_size, tier_of(found)
-                times = {"detect_s": report.detect_s, "plan_s": report.plan_s, "fetch_s": report.fetch_s}
-                counts = {"fetched_bytes": report.fetched_bytes, "tries": report.tries}
-                events.emit(events.VersionRecovered, ranks, base, found.save.step, **times, **counts)
+                recovery.report = events.emit(
+                    events.VersionRecovered,
+                    ranks,
+                    base,
+                    found.save.step,
+                    detect_s=detect_s,
+                    plan_s=plan_s,
+                    fetch_s=fetch_s,
+                    fetched_bytes=self.fetched_bytes,
+                    tries=tries,
+                    tier=tier_of(found),
+                    world_size=found.world_size,
+                )
                 return found
             tried = found
 
@@ -618,7 +601,7 @@ class _Search:
             if exists and self._is_wanted(stored.save):
                 return stored
         if memory is not None and listed.unknown:
-            _log.warning("going on from memory, and there may be a newer version: %s", listed.unknown)
+            _log.warning("resuming from memory; the store may have a newer version: %s", listed.unknown)
         return memory
 
     def _is_wanted(self, save: SaveId) -> bool:
@@ -642,7 +625,7 @@ class _Search:
             error.rank, error.node, error.path = ranks.rank, ranks.node, str(recovery.container.base)
             raise error
         if any(report.inventory.parts for report in self.reports) and not self.excluded:
-            _log.warning("starting anew: no version of this job was ever complete")
+            _log.warning("starting from scratch: no version of this job was ever complete")
 
     def _take(self, found: Found) -> FlashpointError | None:
         """Have this rank's own part here, and check what this rank has to check. Return the error, for the other ranks
@@ -732,7 +715,7 @@ class _Search:
             finally:
                 self.damage += [(node, save, rank) for node, error in failures if is_damage(error)]
             self.mended.append((ranks.node, save, rank))
-            self.report.fetched_bytes += manifest.record.size
+            self.fetched_bytes += manifest.record.size
             recovery.checked.add((save, rank))
             done = {"part_rank": rank, "bytes": manifest.record.size, "seconds": time.monotonic() - began}
             events.emit(events.PartFetched, ranks, recovery.container.base, save.step, **done)

@@ -80,18 +80,18 @@ def _resolve(future: Future[Any], result: object = None, error: BaseException | 
 
 @dataclass(slots=True, eq=False)
 class Save:
-    """One rank's part of a version on its way: staged, committed, verified. Begun by `Checkpointer.begin`.
+    """One rank's save of one version. Begun by `Checkpointer.begin`.
 
-    The order of its calls is `stage` (optional), `fill`, `commit`; or `fail`. The save fails if one of them raises.
+    Call `stage` (optional), `fill` and `commit` in this order; or `fail`. If one of these raises, the save fails.
 
     Attributes:
-        terms: what is known since it began.
-        id: run and step; None while a save that was staged before its step was known has no name.
+        terms: the terms of the save.
+        id: run and step; None while the step is not known.
         staged: done once the program may change the tensors.
-        committed: the manifest, once this rank's part is committed.
-        verified: done once all ranks have committed their parts and have all copies of them. Fails with
-            `SupersededError` when a newer save is verified instead, or the ranks pass over this one.
-        part: its object, on its way. The engine's.
+        committed: done once this rank's part is committed. The result is its manifest.
+        verified: done once the parts of all ranks are committed and all their copies are complete. Fails with
+            `SupersededError` if a newer save is verified instead, or the ranks pass over this one.
+        part: the object that is being written, for the engine.
 
     All three futures end by the deadline of the save (``FLASHPOINT_SEAL_DEADLINE_S``).
     """
@@ -116,16 +116,15 @@ class Save:
         One that has failed before is named, too: other ranks may have a part of it, and learn that this one has none.
         """
         if self.committed.done() and self.id is None and (board := self._saves.board) is not None:
-            self.id = self._saves.call(step, self.terms)
-            board.fail(self.id)
+            board.fail(self._saves.name(self, step))
         with self._working():
             if self.id is not None:
                 raise SaveError("the save has a step already", step=self.step)
-            self.id = self._saves.call(step, self.terms)
+            name = self._saves.name(self, step)
             if self.committed.done():  # meanwhile, by a thread that saw no name to answer for
-                self._saves.board_of_run.fail(self.id)
+                self._saves.board_of_run.fail(name)
             elif self.part.slot is not None:
-                self._saves.pool.name(self.part.slot, self.id)
+                self._saves.pool.name(self.part.slot, name)
 
     def stage(
         self,
@@ -228,8 +227,8 @@ class Save:
         """Give the save up if it is not committed: its futures end with the error, its slot is free. Safe to repeat."""
         if _resolve(self.committed, error=error):
             _resolve(self.staged, error=error)
-            _resolve(self.verified, error=error)
             self._saves.note_failure(self, error)
+            _resolve(self.verified, error=error)  # last: whoever waits for all of the save sees the status after it
             self._free()
 
     @contextlib.contextmanager
@@ -274,8 +273,8 @@ class Save:
                 raise shortage
             if self.committed.done():
                 raise self.committed.exception() or SaveError("the save has ended", step=self.step)
-            text = "no slot is free: earlier saves are still being copied, or their versions read"
-            hint = "save less often, or raise the limit of memory, so that there is room for two more slots"
+            text = "no slot is free, because earlier saves are still being written, copied or read"
+            hint = "save less often, or give the node memory for two more slots (flashpoint plan)"
             if not explicit or saves.thread.is_current:  # nothing becomes free while that one waits
                 raise SkippedError(f"the save is skipped: {text}", step=self.step, rank=saves.ranks.rank, hint=hint)
             if not self.terms.left_s:
@@ -286,30 +285,6 @@ class Save:
             for lost in before - saves.pool.saves:  # no round can be about these any more
                 board.fail(lost)
         return slot
-
-
-@dataclass(slots=True)
-class SaveStats:
-    """Counters of the saves of one rank. Steps are None before the first.
-
-    Attributes:
-        committed, skipped, failed: number of saves that were. One that is skipped has not failed.
-        last_committed, last_verified: the newest steps that were.
-        copy_error: reason why copies are missing now; None while copying works.
-        bytes, committed_s: of the newest part that was committed: its size, and the seconds from the save's begin.
-        blocked_s, blocked_total_s: seconds that the newest save, and all of them, kept the training loop.
-    """
-
-    committed: int = 0
-    skipped: int = 0
-    failed: int = 0
-    last_committed: int | None = None
-    last_verified: int | None = None
-    copy_error: str | None = None
-    bytes: int = 0
-    committed_s: float = 0.0
-    blocked_s: float = 0.0
-    blocked_total_s: float = 0.0
 
 
 class Saves:
@@ -333,7 +308,6 @@ class Saves:
         self.ranks, self.base, self.pool, self._look = ranks, base, pool, look
         self.run = 0
         self.board: Board | None = None
-        self.stats = SaveStats()
         self.writer = PartWriter()
         self.changed = threading.Condition()
         self.under_way: set[Save] = set()
@@ -342,21 +316,22 @@ class Saves:
         self.thread = CommittingThread(self._idle)
 
     def begin(self, step: int | None, *, explicit: bool, table: str) -> Save:
-        """Begin a save; see `Checkpointer.begin`."""
+        """See `Checkpointer.begin`."""
         now = time.monotonic()
         until = now + seal_deadline_s()
         save = Save(self, Terms(explicit, table, now, until), Part(until))
         if step is not None:
-            save.id = self.call(step, save.terms)
+            self.name(save, step)
         with self.changed:
             self.under_way.add(save)
         return save
 
-    def call(self, step: int, terms: Terms) -> SaveId:
-        """Tell the board of a save. Return its name."""
-        found = SaveId(self.run, checked_integer("step", step, 0, MAX_STEP))
-        self.board_of_run.call(found, explicit=terms.explicit, table=terms.table)
-        return found
+    def name(self, save: Save, step: int) -> SaveId:
+        """Give a save its name, and tell the board of it. Return the name."""
+        name, board = SaveId(self.run, checked_integer("step", step, 0, MAX_STEP)), self.board_of_run
+        board.call(name, explicit=save.terms.explicit, table=save.terms.table)
+        save.id = name
+        return name
 
     @property
     def board_of_run(self) -> Board:
@@ -389,32 +364,23 @@ class Saves:
     # ---- what becomes of them -------------------------------------------------------------------------------
 
     def note_commit(self, save: Save, name: SaveId, manifest: Manifest) -> None:
-        """Take note of a save that is committed: it may be verified already."""
+        """Take note of a save that is committed."""
         size, seconds = manifest.record.size, time.monotonic() - save.terms.began
-        with self.changed:
-            self.stats.committed += 1
-            self.stats.last_committed = name.step
-            self.stats.bytes, self.stats.committed_s = size, seconds
-            self._is_skipping, board = False, self.board
-        self._size_ahead = size
+        self._is_skipping, self._size_ahead, board = False, size, self.board
         events.emit(events.PartCommitted, self.ranks, self.base, name.step, bytes=size, seconds=seconds)
         if board is not None:
+            self._judge(save, name, board.verdict)  # as it was called; that it is verified is always heard later
             board.commit(name)
         _resolve(save.committed, manifest)
-        if board is not None:
-            self._judge(save, name, board.verdict)
 
     def note_failure(self, save: Save, error: BaseException) -> None:
         """Take note of a save that has failed, or was skipped."""
         is_skipped = isinstance(error, SkippedError)
-        with self.changed:
-            self.stats.skipped += is_skipped
-            self.stats.failed += not is_skipped
-            is_first, self._is_skipping = is_skipped and not self._is_skipping, is_skipped
+        is_first, self._is_skipping = is_skipped and not self._is_skipping, is_skipped
         if (board := self.board) is not None and save.id is not None:
             board.fail(save.id, late=int(is_skipped))
         if is_first:
-            _log.warning("%s; until one is not skipped, nothing more is said", error)
+            _log.warning("%s; skips that follow directly are only counted", error)
         if is_skipped:
             events.emit(events.SaveSkipped, self.ranks, self.base, save.step)
         else:
@@ -448,12 +414,13 @@ class Saves:
 
     def _judge(self, save: Save, name: SaveId, verdict: Verdict) -> None:
         """End `Save.verified` if a verdict decides about the save."""
+        if save.verified.done():
+            return
         fate = verdict.fate(name, explicit=save.terms.explicit)
         if fate is Fate.VERIFIED:
-            if _resolve(save.verified):
-                self.stats.last_verified = name.step
-                seconds = time.monotonic() - save.terms.began
-                events.emit(events.VersionVerified, self.ranks, self.base, name.step, seconds=seconds)
+            seconds = time.monotonic() - save.terms.began
+            events.emit(events.VersionVerified, self.ranks, self.base, name.step, seconds=seconds)
+            _resolve(save.verified)
         elif fate is Fate.SUPERSEDED:
             why = "the ranks go on with a later one"
             if name in verdict.lost:

@@ -14,6 +14,7 @@ import json
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined, unused-ignore]
@@ -103,15 +104,22 @@ def open_store(ranks: RankGroup) -> JobStore:
     if ranks.world_size == 1:
         return JobStore(None, HashStore(), ranks.secret)
 
+    unusable = partial(
+        FlashpointError,
+        rank=ranks.rank,
+        node=ranks.node,
+        hint="let the ranks' hosts connect to each other; FLASHPOINT_HOST names an address of rank 0's that they reach",
+    )
+
     def host() -> TCPStore | None:
         if ranks.rank != 0:
             return None
         try:
             return TCPStore("localhost", 0, None, True, timedelta(seconds=_CLIENT_S), wait_for_workers=False)
         except RuntimeError as error:
-            raise _unusable(ranks, f"rank 0 cannot host it: {error}") from error
+            raise unusable(f"rank 0 cannot host the job's store: {error}") from error
 
-    server = ranks.together(host, _unusable(ranks, "rank 0 cannot host it, and its log says why"))
+    server = ranks.together(host, FlashpointError, "hosting the job's store")
     mine = json.dumps(["", 0] if server is None else [reachable_host(), server.port])
     name, port = json.loads(ranks.broadcast(mine.encode()))
     store = JobStore((name, port), server, ranks.secret)
@@ -120,16 +128,7 @@ def open_store(ranks: RankGroup) -> JobStore:
         try:
             store.connect("open").plain.add("ranks", 1)
         except RuntimeError as error:
-            raise _unusable(ranks, f"rank 0 cannot be reached at {name}:{port}: {error}") from error
+            raise unusable(f"the job's store at rank 0 cannot be reached, {name}:{port}: {error}") from error
 
-    ranks.together(reach, _unusable(ranks, f"another rank cannot reach rank 0 at {name}:{port}, and its log says why"))
+    ranks.together(reach, FlashpointError, "reaching the job's store")
     return store
-
-
-def _unusable(ranks: RankGroup, text: str) -> FlashpointError:
-    return FlashpointError(
-        f"the job's store cannot be used: {text}",
-        rank=ranks.rank,
-        node=ranks.node,
-        hint="let the ranks' hosts connect to each other; FLASHPOINT_HOST names an address of rank 0's that they reach",
-    )

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import xxhash
-
-from ml_flashpoint.format.errors import DigestMismatchError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -23,7 +20,6 @@ BLOCK_SIZE = 16 * 2**20
 
 _MAX_THREADS = 16  # memory bandwidth is used up well before
 _MOST_AT_ONCE = 9  # threads that digest one buffer
-_DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 def block_count(size: int, block_size: int = BLOCK_SIZE) -> int:
@@ -73,38 +69,6 @@ def digest_blocks(buffer: Buffer, *, block_size: int = BLOCK_SIZE) -> tuple[str,
         if error is not None:
             raise error
     return tuple(digests)
-
-
-def verify_blocks(
-    buffer: Buffer,
-    digests: Sequence[str],
-    block_size: int = BLOCK_SIZE,
-    *,
-    first_block: int = 0,
-    path: str | os.PathLike[str] | None = None,
-) -> None:
-    """Raise a `DigestMismatchError` unless consecutive whole blocks of an object have exactly these digests.
-
-    ``first_block`` is the number of the first one within the object, and ``path`` the object, for errors.
-    """
-    size, found = memoryview(buffer).nbytes, digest_blocks(buffer, block_size=block_size)
-    wrong = [index for index, (one, other) in enumerate(zip(found, digests, strict=False)) if one != other]
-    if wrong:
-        first = first_block + wrong[0]
-        begin = first * block_size
-        end = first_block * block_size + min((wrong[0] + 1) * block_size, size)
-        also = f" ({len(wrong)} of {len(found)} blocks differ)" if len(wrong) > 1 else ""
-        raise DigestMismatchError(
-            f"block {first}, bytes {begin} to {end}, has digest {found[wrong[0]]} and not"
-            f" {digests[wrong[0]]} as recorded{also}",
-            path=path,
-        )
-    if len(found) != len(digests):
-        raise DigestMismatchError(
-            f"{size} bytes from block {first_block} on are {len(found)} blocks of {block_size} bytes,"
-            f" but {len(digests)} digests are recorded",
-            path=path,
-        )
 
 
 @functools.cache

@@ -7,9 +7,7 @@ its true dtype and shape beside them.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Final
 
 from ml_flashpoint.format.errors import InvalidArgumentError
@@ -53,28 +51,6 @@ _BY_ITEMSIZE: Final = {
 ITEMSIZES: Final = {dtype: size for size, dtypes in _BY_ITEMSIZE.items() for dtype in dtypes.split()}
 """Bytes of an element of each dtype that can be stored by its bytes alone. All of torch's but the quantized ones,
 whose bytes mean nothing without scales and zero points."""
-
-
-# States have few distinct shapes, and asking again must be cheap: it is done for every tensor.
-@lru_cache(maxsize=2**15)
-def checked_tensor(dtype: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """Return the shape, in integers, and the bytes of a tensor.
-
-    Raises:
-        InvalidArgumentError: the dtype is not storable, or the shape is not that of a tensor.
-    """
-    if dtype not in ITEMSIZES:
-        raise InvalidArgumentError(
-            "a tensor of this dtype cannot be stored by its bytes",
-            argument="dtype",
-            value=dtype,
-            hint="store what it is made of: its integers, scales and zero points",
-        )
-    try:
-        sizes = tuple(map(operator.index, shape))
-    except TypeError:
-        raise InvalidArgumentError("a shape must be integers", argument="shape", value=shape) from None
-    return sizes, tensor_nbytes(dtype, sizes)
 
 
 def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Every error that this package raises on purpose, and how they are told apart. All survive pickling whole."""
+"""The errors of this package, and their classification for recovery. All survive pickling."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class InvalidNameError(FlashpointError, ValueError):
 
 
 class InvalidArgumentError(FlashpointError, ValueError):
-    """An argument outside what the call accepts.
+    """An argument is invalid.
 
     Args:
         message: see `FlashpointError`, as for ``context``. "must be at least 1" is shown as "every_n_steps must be at
@@ -107,7 +107,7 @@ class InvalidArgumentError(FlashpointError, ValueError):
 
 
 class DamagedError(FlashpointError):
-    """Stored or received bytes are not what was saved."""
+    """Stored or received bytes differ from the saved bytes."""
 
 
 class ObjectFormatError(DamagedError):
@@ -161,7 +161,7 @@ class LoadError(FlashpointError):
 
 
 class NothingLoadableError(LoadError):
-    """There are versions, and none of them can be loaded.
+    """Versions exist, and none of them can be loaded.
 
     Attributes:
         parts_lost: True if each version lacks a part on every node, and as many ranks saved it as there are now: the
@@ -172,19 +172,19 @@ class NothingLoadableError(LoadError):
 
 
 class ReshardError(LoadError):
-    """Ranks saved state of their own, there is another number of ranks now, and nothing says what becomes of it."""
+    """The number of ranks has changed, and there is no rule for state that belonged to one rank."""
 
 
 class UnaskedVersionsError(FlashpointError):
-    """A program saves where there are versions that it has not asked about: it would overwrite them unseen."""
+    """A program saves without having looked for existing versions: it would overwrite them unseen."""
 
 
 class PrunedError(LoadError):
-    """A version was pruned while it was read."""
+    """A version was removed before or while it was read."""
 
 
 class UnreadableError(FlashpointError):
-    """A part that may be sound could not be read just now: out of descriptors, out of memory, an I/O error."""
+    """A part that may be intact could not be read: out of descriptors, out of memory, an I/O error."""
 
 
 class DeadlineError(FlashpointError, TimeoutError):
@@ -208,19 +208,19 @@ class ObjectNotFoundError(FlashpointError):
 
 
 class MissingPartsError(ObjectNotFoundError):
-    """There are versions, and of each the parts of some ranks are not where they were looked for."""
+    """Versions exist, and each lacks the parts of some ranks here."""
 
 
 class UnsafeContentError(FlashpointError):
-    """Bytes would have to be unpickled to something that is not on the allow-list."""
+    """Loading would have to unpickle a type that is not on the allow-list."""
 
 
 class UnsafePathError(FlashpointError):
-    """A folder or file that somebody else owns, planted or may write to, or a symbolic link in its place."""
+    """Another user owns a folder or file, or may write to it, or a symbolic link is in its place."""
 
 
 class JobInUseError(FlashpointError):
-    """Another live process of this node has the base container or the rank's part of it, or has made it anew."""
+    """Another live process of this node uses the base container, or has created it again."""
 
 
 class TopologyError(FlashpointError):
@@ -228,15 +228,15 @@ class TopologyError(FlashpointError):
 
 
 class RanksLostError(DeadlineError, TopologyError):
-    """Ranks of the job have lost each other: one died, hangs, or has not made the call that the others made."""
+    """A rank of the job died, hangs, or has not made the collective call that the others made."""
 
 
 class SkippedError(SaveError):
-    """A save was skipped: there was no free slot, since earlier saves are still being copied. Training goes on."""
+    """A save was skipped, because no slot was free: earlier saves are still being copied. Training continues."""
 
 
 class SupersededError(SaveError):
-    """A save is not going to be verified: a newer one is, or the ranks have passed over it."""
+    """A save will not be verified: a newer save is verified instead, or the ranks have passed over it."""
 
 
 # ---- kinds of failures, as recovery asks for them --------------------------------------------------------------------
@@ -254,16 +254,11 @@ _T = TypeVar("_T")
 class Blame(enum.IntEnum):
     """The cause of a version that cannot be loaded. Greater ones leave less to try."""
 
-    VERSION = 1
-    """This version, or the way to it: an older one may be loadable."""
-    OBJECT = 2
-    """The object that the state was handed to refused it, perhaps for its content: it may take an older one."""
-    RANKS = 3
-    """Ranks lost each other: the same version may be loadable the next time."""
-    PROGRAM = 4
-    """The program differs from the one that saved, or has not allowed a type: older versions would fare the same."""
-    CHOICE = 5
-    """The user has to decide what becomes of some of the state."""
+    VERSION = 1  # or the way to it: an older one may be loadable
+    OBJECT = 2  # refused the state that it was handed, perhaps for its content: it may take an older one
+    RANKS = 3  # lost each other: the same version may be loadable the next time
+    PROGRAM = 4  # differs from the one that saved, or has not allowed a type: older versions would fare the same
+    CHOICE = 5  # of the user, who has to say what becomes of some of the state
 
 
 def blame_of(error: BaseException) -> Blame:
@@ -312,14 +307,8 @@ def pauses(until: float) -> Iterator[None]:
 
 
 def retrying(work: Callable[[], _T], until: float, what: str, *, also: tuple[type[FlashpointError], ...] = ()) -> _T:
-    """Call ``work``, and again while it fails for a reason that may pass and ``until`` has not.
-
-    Args:
-        work: called; its last failure is raised.
-        until: of `time.monotonic`.
-        what: for the log.
-        also: further errors that may pass.
-    """
+    """Call ``work``, and again while it fails for a reason that may pass, or with an error of ``also``. Raise its last
+    failure once ``until`` (`time.monotonic`) has passed. ``what`` is for the log."""
     waiting, has_told = pauses(until), False
     while True:
         try:

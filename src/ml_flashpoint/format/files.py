@@ -87,10 +87,12 @@ def open_regular(path: Path, flags: int) -> int:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
-        raise UnsafePathError(f"this is no file of ours: {error.strerror}", path=path, hint="remove it") from error
+        raise UnsafePathError(
+            f"this is not a file of this package: {error.strerror}", path=path, hint="remove it"
+        ) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise UnsafePathError("this is no regular file", path=path, hint="remove it")
+        raise UnsafePathError("this is not a regular file", path=path, hint="remove it")
     return descriptor
 
 
@@ -159,9 +161,9 @@ def text_of_system(error: Exception) -> str:
 # ---- files and folders of this user ---------------------------------------------------------------------------------
 
 
-def open_folder(folder: Path) -> int:
-    """Return a descriptor of a folder of this user. Raise an `UnsafePathError` if it is a link, no folder, or somebody
-    else's, and an `OSError` if it cannot be opened."""
+def check_folder(folder: Path, *, mend: bool = False) -> None:
+    """Check that a folder is this user's, and that nobody else may write to it; with ``mend``, give it mode 0700 first.
+    Raise an `UnsafePathError` if it is not, or is a link or no folder, and an `OSError` if it cannot be opened."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -170,7 +172,19 @@ def open_folder(folder: Path) -> int:
         raise UnsafePathError(
             f"this cannot be used as a folder: {error.strerror}", path=folder, hint="remove it, or take another folder"
         ) from error
-    return _own(descriptor, folder)
+    _own(descriptor, folder)
+    try:
+        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+        if mend and mode & 0o077:
+            os.fchmod(descriptor, _MODE)
+    finally:
+        os.close(descriptor)
+    if not mend and mode & 0o022:
+        raise UnsafePathError(
+            f"others may write to this folder (mode {mode:04o})",
+            path=folder,
+            hint="look at its content, then chmod 700 it, or take another folder",
+        )
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -201,11 +215,8 @@ def is_at(descriptor: int, path: Path) -> bool:
 def make_tree(base: Path, folder: Path) -> None:
     """Make a base container and a folder below it, and the folders on the way, each with mode 0700; check all of them.
 
-    Raises:
-        UnsafePathError: others could have planted one, or could write to the base container, or to a folder on the way.
-        UnreadableError: the base container cannot be made or looked at just now.
-        FlashpointError: the base container cannot be made.
-        OSError: another folder cannot be made or opened.
+    Raise an `UnsafePathError` if others could have planted one, or may write to one, a `FlashpointError` if the base
+    container cannot be made, an `OSError` for another folder.
     """
     below = [folder, *folder.parents][: len(folder.relative_to(base).parts)]
     for tries_left in reversed(range(_TRIES)):
@@ -240,30 +251,10 @@ def _make_base(base: Path) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder with mode 0700 in a private one, or give it that mode. Raises what `open_folder` raises."""
+    """Make a folder with mode 0700 in a private one, or give it that mode. Raises what `check_folder` raises."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=_MODE)
-    descriptor = open_folder(folder)
-    try:
-        if stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o077:
-            os.fchmod(descriptor, _MODE)
-    finally:
-        os.close(descriptor)
-
-
-def check_folder(folder: Path) -> None:
-    """Check that a folder is this user's, and that nobody else may write to it. Raises what `open_folder` raises."""
-    descriptor = open_folder(folder)
-    try:
-        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-    finally:
-        os.close(descriptor)
-    if mode & 0o022:
-        raise UnsafePathError(
-            f"others may write to this folder (mode {mode:04o})",
-            path=folder,
-            hint="look at its content, then chmod 700 it, or take another folder",
-        )
+    check_folder(folder, mend=True)
 
 
 def check_way(folder: Path) -> Path:
@@ -272,13 +263,11 @@ def check_way(folder: Path) -> Path:
 
 
 def check_unplanted(folder: Path) -> Path:
-    """Return the real path of durable storage that need not exist, after a check that nobody has planted a step of it.
+    """Return the real path of durable storage that need not exist. Raise an `UnsafePathError` if somebody may have
+    planted a step of it.
 
     Storage is often in a folder of somebody else's, who is trusted then. A step in a folder that everybody may write to
     must belong to this user, to root, or to the owner of that folder: the kernel's rule for links in ``/tmp``.
-
-    Raises:
-        UnsafePathError: somebody else could lead it elsewhere.
     """
     return _walk(folder, _check_unplanted)
 
@@ -329,7 +318,7 @@ def _check_unplanted(path: Path, status: os.stat_result) -> None:
     around = os.stat(path.parent)
     if around.st_mode & stat.S_IWOTH and status.st_uid not in (0, os.geteuid(), _overflow_uid(), around.st_uid):
         raise UnsafePathError(
-            f"everybody may write to the folder around this, and user {status.st_uid} has put it there",
+            f"everybody may write to the parent folder, and user {status.st_uid} has put it there",
             path=path,
             hint="take another name, or a folder in one of your own",
         )

@@ -13,14 +13,16 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
-from ml_flashpoint.format.digest import BLOCK_SIZE, block_count
+from ml_flashpoint.format.digest import BLOCK_SIZE, block_count, digest_blocks
 from ml_flashpoint.format.errors import (
     DamagedError,
+    DigestMismatchError,
     InvalidArgumentError,
     ManifestError,
     ObjectNotFoundError,
@@ -39,6 +41,9 @@ from ml_flashpoint.format.names import (
     validate_segment,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 JOB_LABEL: Final = "job"
 """Label of a part: the job that saved it, the same on all ranks and in no other job."""
 
@@ -54,11 +59,8 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 def encode_record(kind: str, content: dict[str, Any]) -> bytes:
-    """Return the file of a record, whose content is plain JSON. Equal contents give equal bytes.
-
-    Raises:
-        InvalidArgumentError: it would be larger than `MAX_RECORD_BYTES`.
-    """
+    """Return the file of a record, whose content is plain JSON. Equal contents give equal bytes. Raise an
+    `InvalidArgumentError` if it would be larger than `MAX_RECORD_BYTES`."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     data = f'{{"kind":"{kind}","digest":"{xxhash.xxh3_128_hexdigest(text.encode())}","content":{text}}}'.encode()
     if len(data) > MAX_RECORD_BYTES:
@@ -70,11 +72,7 @@ def encode_record(kind: str, content: dict[str, Any]) -> bytes:
 def decode_record(
     kind: str, data: bytes, path: str | os.PathLike[str] | None = None, *, error: type[DamagedError] = DamagedError
 ) -> dict[str, Any]:
-    """Return the content of a record. What is in it remains to be checked.
-
-    Raises:
-        DamagedError: `data` is no record of this kind. It is an ``error``.
-    """
+    """Return the content of a record, which remains to be checked. Raise an ``error`` if `data` is no such record."""
     if len(data) > MAX_RECORD_BYTES:
         raise error(f"a record must not exceed {MAX_RECORD_BYTES} bytes", path=path)
     try:
@@ -85,7 +83,7 @@ def decode_record(
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
         is_right = record["digest"] == xxhash.xxh3_128_hexdigest(canonical)
     except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as caught:
-        raise error(f"this is no record of kind {kind}", path=path) from caught
+        raise error(f"not a valid record of kind {kind}", path=path) from caught
     if not is_right:
         raise error("the record was altered: its digest does not match", path=path)
     return content
@@ -109,6 +107,17 @@ class ObjectRecord:
     file_size: int
     digests: tuple[str, ...]
     block_size: int = BLOCK_SIZE
+
+    def check(self, content: Buffer, begin: int = 0, *, path: str | os.PathLike[str] | None = None) -> None:
+        """Compare whole blocks of the object, from byte ``begin`` on, with their digests. Raise a `DigestMismatchError`
+        if they differ; ``path`` is the object's, for the error."""
+        found, first = digest_blocks(content, block_size=self.block_size), begin // self.block_size
+        recorded = self.digests[first : first + len(found)]
+        for block, (one, other) in enumerate(zip_longest(found, recorded), first):
+            if one != other:
+                at = block * self.block_size
+                text = f"block {block}, from byte {at} on, has digest {one} and not {other} as recorded"
+                raise DigestMismatchError(text, path=path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +147,7 @@ class Manifest:
 
 
 def encode(m: Manifest) -> bytes:
-    """Return the content of the file of a manifest; equal manifests give equal bytes.
-
-    Raises:
-        InvalidArgumentError: it would be larger than a record may be.
-    """
+    """Return the content of the file of a manifest; see `encode_record`."""
     record = m.record
     described = {"size": record.size, "file_size": record.file_size, "block_size": record.block_size}
     content = {"run": m.save.run, "step": m.save.step, "rank": m.rank, "world_size": m.world_size, "node": m.node}
@@ -153,13 +158,8 @@ def encode(m: Manifest) -> bytes:
 def decode(data: bytes, path: str | os.PathLike[str] | None = None) -> Manifest:
     """Return the manifest that `encode` made ``data`` from. Trusts nothing in it.
 
-    Args:
-        data: content of a manifest file.
-        path: the file that it was read from, if any: its name must be that of the rank and run in it, and the name
-            of its directory, if it is a version's at all, that of the version in it.
-
-    Raises:
-        ManifestError: ``data`` is not what `encode` gives for some manifest, or disagrees with ``path``.
+    Raise a `ManifestError` if `encode` makes no such data, or the manifest disagrees with the ``path`` that it was read
+    from: the file is named by its rank and run, and its directory, if that is a version's at all, by its step.
     """
     content = decode_record(_KIND, data, path, error=ManifestError)
     try:
@@ -210,13 +210,8 @@ def write_manifest(directory: Path, m: Manifest) -> Path:
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Return the manifest in a file; see `decode` for how its place is checked.
-
-    Raises:
-        ObjectNotFoundError: there is no such file.
-        ManifestError: it is not a regular file, or is not a valid manifest of its place.
-        UnreadableError: it is there and cannot be read just now.
-    """
+    """Return the manifest in a file, as `decode` does. Raise an `ObjectNotFoundError` if there is no such file, an
+    `UnreadableError` if it cannot be read just now."""
     try:
         data = read_file(Path(path), MAX_RECORD_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError) as error:

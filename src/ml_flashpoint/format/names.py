@@ -1,11 +1,11 @@
-"""Names: absolute ids of checkpoints and objects, saves, and the files of parts. Values: no filesystem is looked at."""
+"""Names: absolute ids of containers, saves, and the files of parts. Values: no filesystem is looked at."""
 
 from __future__ import annotations
 
 import operator
 import os
 import re
-from typing import NamedTuple, SupportsIndex, TypeVar
+from typing import NamedTuple, SupportsIndex
 
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, InvalidNameError
 
@@ -28,8 +28,6 @@ _VERSION_CONTAINER = re.compile(r"step-(0|[1-9][0-9]{0,18})_ckpt")
 _RUN = re.compile(RUN_PATTERN)
 _SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}")
 _PART_FILE = re.compile(rf"rank-([0-9]{{5,8}})-({_SAVE_ID.pattern})\.(manifest|safetensors)")
-
-_Id = TypeVar("_Id", bound="_AbsoluteId")
 
 
 # ---- ids ------------------------------------------------------------------------------------------------------------
@@ -61,12 +59,20 @@ def validate_segment(name: str) -> str:
     return name
 
 
-class _AbsoluteId(str):
-    """A validated, normalised absolute path."""
+class CheckpointContainerId(str):
+    """Name of a directory of a checkpoint: a job's base container, a version, or anything between. A `str`.
+
+    Args:
+        string: absolute path. Repeated and trailing slashes are dropped.
+
+    Raises:
+        InvalidNameError: the path is relative, is the root, or has a segment that `validate_segment` refuses.
+    """
 
     __slots__ = ()
 
-    def __new__(cls: type[_Id], string: str | os.PathLike[str]) -> _Id:
+    def __new__(cls, string: str | os.PathLike[str]) -> CheckpointContainerId:
+        """Return the id of a path."""
         raw = os.fspath(string)
         if not isinstance(raw, str):
             raise InvalidNameError("a checkpoint path must be text, not bytes")
@@ -85,11 +91,6 @@ class _AbsoluteId(str):
     data = path
 
     @property
-    def segments(self) -> tuple[str, ...]:
-        """The names on the way from the root, at least one."""
-        return tuple(self.split("/")[1:])
-
-    @property
     def name(self) -> str:
         """The last segment."""
         return os.path.basename(self)
@@ -102,24 +103,11 @@ class _AbsoluteId(str):
         """
         if isinstance(levels_up, bool) or not isinstance(levels_up, int) or levels_up < 1:
             raise InvalidArgumentError("must be an integer of at least 1", argument="levels_up", value=levels_up)
-        above = self.segments[:-levels_up]
-        return CheckpointContainerId("/" + "/".join(above)) if above else None
+        above = "/".join(self.split("/")[:-levels_up])
+        return CheckpointContainerId(above) if above else None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.path!r})"
-
-
-class CheckpointContainerId(_AbsoluteId):
-    """Name of a directory of a checkpoint: a job's base container, a version, or anything between. A `str`.
-
-    Args:
-        string: absolute path. Repeated and trailing slashes are dropped.
-
-    Raises:
-        InvalidNameError: the path is relative, is the root, or has a segment that `validate_segment` refuses.
-    """
-
-    __slots__ = ()
 
     @staticmethod
     def create_child(parent_container_id: str | os.PathLike[str], child_id: str, *names: str) -> CheckpointContainerId:
@@ -172,40 +160,6 @@ class CheckpointContainerId(_AbsoluteId):
     def step(self) -> int | None:
         """The step of a version; None if the last segment is not the name of one."""
         return self.parse_version_container(self.name)
-
-
-class CheckpointObjectId(_AbsoluteId):
-    """Name of one object (file) in a container. A `str`.
-
-    Args:
-        string: absolute path of at least two segments. Repeated and trailing slashes are dropped.
-
-    Raises:
-        InvalidNameError: the path is relative, is the root or directly below it, or has a segment that
-            `validate_segment` refuses.
-    """
-
-    __slots__ = ()
-
-    def __new__(cls, string: str | os.PathLike[str]) -> CheckpointObjectId:
-        """Return the id of a path."""
-        made = super().__new__(cls, string)
-        if len(made.segments) < 2:
-            raise InvalidNameError(f"an object must lie in a container: {_shown(made)}")
-        return made
-
-    @staticmethod
-    def from_container(parent_container_id: str | os.PathLike[str], object_name: str) -> CheckpointObjectId:
-        """Return the object of a name in a container. Raise an `InvalidNameError` if either is not valid."""
-        above = CheckpointContainerId(parent_container_id)
-        return CheckpointObjectId(f"{above.path}/{validate_segment(object_name)}")
-
-    create = from_container
-
-    @property
-    def container(self) -> CheckpointContainerId:
-        """The container that the object lies in."""
-        return CheckpointContainerId(os.path.dirname(self))
 
 
 # ---- saves, and the files of parts ----------------------------------------------------------------------------------

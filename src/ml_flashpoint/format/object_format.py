@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from ml_flashpoint.format.dtypes import (
@@ -30,7 +31,6 @@ from ml_flashpoint.format.dtypes import (
     FILE_DTYPES,
     ITEMSIZES,
     MAX_SIZE,
-    checked_tensor,
     parse_true_type,
     tensor_nbytes,
 )
@@ -135,15 +135,14 @@ def plan_layout(
         reserve: bytes to leave free in the header, for metadata and for byte items that may be added later.
 
     Raises:
-        InvalidArgumentError: A key is used twice or is reserved; a dtype is quantized; a shape is that of no
-            tensor; an alias leads nowhere; or the header would be longer than the format allows.
+        InvalidArgumentError: a key is used twice or is reserved, or the header or the object would be too long.
     """
-    given = [(key, dtype, *checked_tensor(dtype, tuple(shape))) for key, dtype, shape in tensors]
     items = list(byte_items)
     places: list[Entry] = []
     size = 0
-    for key, dtype, shape, nbytes in sorted(given, key=lambda each: -ITEMSIZES[each[1]]):
-        places.append(Entry(key, dtype, shape, size, size + nbytes))
+    for key, dtype, shape in sorted(tensors, key=lambda each: -ITEMSIZES[each[1]]):
+        nbytes = tensor_nbytes(dtype, shape)
+        places.append(Entry(key, dtype, tuple(shape), size, size + nbytes))
         size += nbytes
     # As long as the header can get: whatever the lengths of the byte items, and with a tail.
     longest = tuple(Entry(key, "uint8", (0,), MAX_SIZE, 2 * MAX_SIZE, "bytes") for key, _ in items)
@@ -162,74 +161,55 @@ def plan_layout(
 
 
 def layout_from_entries(entries: Iterable[Entry], data_start: int, aliases: Mapping[str, str] | None = None) -> Layout:
-    """Return the layout of tensors, in any order, whose places were decided elsewhere. They may leave gaps.
-
-    Raises:
-        InvalidArgumentError: entries overlap, lie before ``data_start`` or are not aligned to their elements, or have
-            keys or aliases that `plan_layout` would refuse.
-    """
-    placed = tuple(sorted(entries, key=lambda entry: (entry.begin, entry.end)))
+    """Return the layout of tensors, in any order, that have their places behind ``data_start``, without overlaps. Raise
+    an `InvalidArgumentError` if one is not aligned to its elements."""
+    placed = tuple(sorted(entries, key=attrgetter("begin", "end")))
     for entry in placed:
         if entry.begin % ITEMSIZES[entry.dtype]:
             raise InvalidArgumentError("an entry must be aligned to its elements", argument="entry", value=entry)
-    gaps, size = _gaps(placed, data_start)
-    layout = Layout(placed, (), dict(aliases or {}), data_start, size, gaps)
+    layout = Layout(placed, (), dict(aliases or {}), data_start, data_start, _gaps(placed, data_start))
     return with_byte_items(replace(layout, texts=_texts(layout)), ())
 
 
 def with_byte_items(layout: Layout, byte_items: Iterable[tuple[str, int]], begin: int = 0) -> Layout:
-    """Return a layout with the same tensors in the same places and other byte items, after the last tensor.
+    """Return a layout with the same tensors in the same places and other byte items, by key and length in bytes, after
+    the last tensor and at or behind ``begin``.
 
-    `data_start` stays, so the header may turn out too long if byte items were added: encode it before
-    anything is written. Cheap: tensors are not described anew.
-
-    Args:
-        layout: the layout as it is.
-        byte_items: key and length in bytes of each.
-        begin: byte items lie at or behind this offset, too.
+    `data_start` stays, so the header may turn out too long if byte items were added: encode it before anything is
+    written. Cheap: tensors are not described anew.
     """
-    end = layout.tensors[-1].end if layout.tensors else layout.data_start
-    size = first = max(begin, end)
+    size = end = layout.tensors[-1].end if layout.tensors else layout.data_start
     placed: list[Entry] = []
     for key, length in byte_items:
+        size = max(size, begin)
         placed.append(Entry(key, "uint8", (length,), size, size + length, "bytes"))
         size += length
-    # A gap between tensors was there before, and may be there behind them.
-    gaps = [gap for gap in layout.gaps if gap[1] <= end]
-    if placed and first > end:
-        gaps.append((end, first))
-    changed = replace(layout, byte_items=tuple(placed), size=size if placed else end, gaps=tuple(gaps))
-    if changed.size > MAX_SIZE:
+    if size > MAX_SIZE:
         raise InvalidArgumentError(f"an object must not exceed {MAX_SIZE} bytes", argument="size")
+    gaps = tuple(gap for gap in layout.gaps if gap[1] <= end) + _gaps(placed[:1], end)
+    changed = replace(layout, byte_items=tuple(placed), size=size, gaps=gaps)
     _check_names(changed)
     return changed
 
 
-def _gaps(entries: Iterable[Entry], data_start: int) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Return the ranges between entries, given by rising offset, and the offset after the last entry."""
+def _gaps(entries: Iterable[Entry], begin: int) -> tuple[tuple[int, int], ...]:
+    """Return the ranges before and between entries, given by rising offset."""
     gaps = []
-    offset = data_start
     for entry in entries:
-        if entry.begin < offset:
-            raise InvalidArgumentError(f"an entry must not begin before offset {offset}", argument="entry", value=entry)
-        if entry.begin > offset:
-            gaps.append((offset, entry.begin))
-        offset = entry.end
-    return tuple(gaps), offset
+        if begin < entry.begin:
+            gaps.append((begin, entry.begin))
+        begin = entry.end
+    return tuple(gaps)
 
 
 def _check_names(layout: Layout) -> None:
-    names = [entry.key for entry in (*layout.tensors, *layout.byte_items)]
+    names = [entry.key for entry in (*layout.tensors, *layout.byte_items)] + list(layout.aliases)
     known = set(names)
-    if not known.issuperset(layout.aliases.values()):
-        raise InvalidArgumentError("an alias must lead to a key", argument="aliases", value=layout.aliases)
-    names += layout.aliases
     try:
         together = "\0".join(["", *names])
         together.encode()
     except (TypeError, UnicodeEncodeError) as error:
         raise InvalidArgumentError(f"a key must be text: {error}", argument="keys") from None
-    known.update(layout.aliases)
     if len(known) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidArgumentError("a key must not be used twice", argument="keys", value=twice)
@@ -242,11 +222,8 @@ def _check_names(layout: Layout) -> None:
 
 
 def encode_header(layout: Layout, file_size: int, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the first `layout.data_start` bytes of the file of an object.
-
-    What lies after `layout.size` is marked as unused. ``metadata`` may have any keys but ``__flashpoint__``. Raise a
-    `CapacityError` if the header does not fit.
-    """
+    """Return the first `layout.data_start` bytes of the file of an object; what lies after `layout.size` is marked as
+    unused. Raise a `CapacityError` if they are too few. ``metadata`` may have any keys but ``__flashpoint__``."""
     content = _header_text(layout, file_size, metadata or {}).encode("ascii")
     start = layout.data_start
     if _LENGTH.size + len(content) > start:
@@ -315,7 +292,8 @@ def header_length(prefix: Buffer, file_size: int, path: str | os.PathLike[str] |
 
 
 def parse_header(buf: Buffer, file_size: int | None, path: str | os.PathLike[str] | None = None) -> ParsedHeader:
-    """Return the content of an object's header, after checking that it is a valid safetensors file.
+    """Return the content of an object's header. Raise an `ObjectFormatError` if the file is not a valid safetensors
+    file, or has a dtype that is not known.
 
     Accepts every such file of dtypes that this package writes, whoever wrote it. Trusts nothing: entries must lie in
     the file, cover its data without overlap, and be as long as their dtypes and shapes say.
@@ -323,10 +301,6 @@ def parse_header(buf: Buffer, file_size: int | None, path: str | os.PathLike[str
     Args:
         buf: the file, or as much of its start as `header_length` says.
         file_size: bytes of the whole file; None if it is gone, and its tail is as long as the header says.
-        path: where it is from, for errors.
-
-    Raises:
-        ObjectFormatError: it is not a valid file, or has a dtype that is not known.
     """
     data_start = header_length(buf, MAX_SIZE if file_size is None else file_size, path)
     with memoryview(buf) as view, view.cast("B") as octets:
@@ -360,10 +334,10 @@ def _parse(header: bytes, data_start: int, file_size: int | None) -> ParsedHeade
         raise ValueError("a key is marked, but is not an entry")
     if not aliases.keys().isdisjoint((METADATA_KEY, *content)) or any(key.startswith(_RESERVED) for key in aliases):
         raise ValueError("an alias is an entry, or reserved")
-    gaps, size = _gaps(entries, data_start)
     tensors = tuple(entry for entry in entries if entry.kind == "tensor")
     byte_items = tuple(entry for entry in entries if entry.kind == "bytes")
-    return ParsedHeader(Layout(tensors, byte_items, aliases, data_start, size, gaps), metadata)
+    size = entries[-1].end if entries else data_start
+    return ParsedHeader(Layout(tensors, byte_items, aliases, data_start, size, _gaps(entries, data_start)), metadata)
 
 
 def _check_texts(*texts: Iterable[str]) -> None:

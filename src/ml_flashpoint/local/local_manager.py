@@ -10,7 +10,7 @@ import time
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ml_flashpoint import events
 from ml_flashpoint.config import Config
@@ -42,9 +42,7 @@ from ml_flashpoint.local.errors import (
 )
 from ml_flashpoint.local.structure import Meshes, encode, read_part, read_state
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, checked_strategy
-
-if TYPE_CHECKING:
-    from ml_flashpoint.engine.persist import PersistHealth
+from ml_flashpoint.status import Status
 
 _log = logging.getLogger(__name__)
 
@@ -58,16 +56,16 @@ class CheckpointId(NamedTuple):
 
 
 class LocalCheckpointManager(OverlappingDoor):
-    """Local checkpoints of a job: one part a rank, in the memory of its node, and copies as a strategy says.
+    """Saves and loads local checkpoints: one part for each rank, in the memory of its node, and copies on other nodes.
 
-    Construct it on all ranks, after ``init_process_group`` if there is one. Constructing it and calling `find_latest`,
-    `load`, `save` and `close` is collective, in the training thread. A failure of one rank is an error on all of them.
+    Construct it on all ranks, after ``init_process_group`` if there is one. The constructor, `find_latest`, `load`,
+    `save` and `close` are collective, and belong to the training thread. A failure of one rank is an error on all.
 
     Args:
         root_local_ckpt_dir: absolute path of a folder on a tmpfs of this node, with room for two parts of each of its
-            ranks and of each rank whose copies they hold.
-        session_id: name of a job within that folder.
-        repl_strategy: who holds copies of whose parts; by default nobody.
+            ranks, and of each rank whose copies they hold.
+        session_id: name of the job within that folder.
+        repl_strategy: replication strategy, or its name; by default there are no copies.
         settings: ``safe_globals``, ``keep``, ``persist``, ``persist_every``, ``persist_keep``, ``persist_bytes_per_s``,
             ``handle_sigterm``, ``grace_s``: see `Config.of`. Steps are iterations, and the URL belongs to this session.
 
@@ -112,9 +110,9 @@ class LocalCheckpointManager(OverlappingDoor):
         return Path(self._base.path)
 
     @property
-    def persist_health(self) -> PersistHealth:
-        """Progress of persisting on this rank; all None where nothing is to be persisted."""
-        return self._engine.persist_health
+    def status(self) -> Status:
+        """Status of saving and persisting on this rank."""
+        return self._engine.status
 
     def _check_open(self) -> None:
         try:
@@ -125,11 +123,11 @@ class LocalCheckpointManager(OverlappingDoor):
     # ---- finding and loading ------------------------------------------------------------------------------
 
     def find_latest(self) -> int:
-        """Return the newest iteration that all ranks can load, in memory or persisted, until the next save. -1 if there
-        is none, or only those of which some rank's part is on no node any more.
+        """Return the newest iteration that all ranks can load, in memory or persisted. Return -1 if there is none, or
+        if each checkpoint lacks the part of some rank on all nodes. The result is valid until the next save.
 
         Raises:
-            NoReplicasAvailableError: there are checkpoints whose parts are damaged or cannot be read.
+            NoReplicasAvailableError: checkpoints exist, and their parts are damaged or cannot be read.
             WorldSizeChangedError: another number of ranks saved it.
         """
         self._check_open()

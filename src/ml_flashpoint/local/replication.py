@@ -63,8 +63,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     ) -> None:
         ranks = rank_group()
         members = ranks.together(
-            lambda: _members(local_group, ranks.rank, ranks.world_size),
-            TopologyError("another rank's group is no clique; its own error says why", rank=ranks.rank),
+            lambda: _members(local_group, ranks.rank, ranks.world_size), TopologyError, "making a clique"
         )
         self._clique_of = [tuple(json.loads(blob)) for blob in ranks.gather(json.dumps(members).encode())]
         if any(self._clique_of[member] != clique for clique in self._clique_of for member in clique):
@@ -84,12 +83,6 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
     def __repr__(self) -> str:
         return f"cliques({sorted(set(self._clique_of))})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CliqueReplicationStrategy) and repr(other) == repr(self)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
 
 
 class LazyCliqueReplicationStrategy(CliqueReplicationStrategy):

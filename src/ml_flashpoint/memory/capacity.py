@@ -27,7 +27,8 @@ def available_bytes(path: Path, *, root: Path = Path("/")) -> int:
         return free
     if stats.f_blocks == 0:  # a tmpfs without a limit has no size
         free = psutil.virtual_memory().total
-    return min(free, free_memory(root))
+    free, left = min(free, int(psutil.virtual_memory().available)), memory_left(root)
+    return free if left is None else min(free, left)
 
 
 def existing_parent(path: Path) -> Path:
@@ -46,12 +47,6 @@ def most_bytes(path: Path) -> int:
         return size
     total = int(psutil.virtual_memory().total)
     return min(size or total, total)  # a tmpfs without a limit has no size
-
-
-def free_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that this process may still take, of the machine and of its control groups."""
-    free, left = int(psutil.virtual_memory().available), memory_left(root)
-    return free if left is None else min(free, left)
 
 
 def memory_left(root: Path = Path("/")) -> int | None:
@@ -93,30 +88,16 @@ def _left_in(group: Path, files: _Files) -> int | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
-    """Yield the groups that this process is in, and those around them that can be seen from here."""
-    member: dict[str, str] = {}  # controller, "" for version 2 -> path
+    """Yield the groups that this process is in, and those around them, where they are mounted as everywhere."""
+    mount = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
-        if path:
-            member.update(dict.fromkeys(controllers.split(","), path))
-    for line in _read(root / "proc/self/mountinfo").splitlines():
-        mount, _, kind = line.partition(" - ")
-        fields, kinds = mount.split(), kind.split()
-        if len(fields) < 5 or not kinds:
-            continue
-        is_v2 = kinds[0] == "cgroup2"
-        path = member.get("" if is_v2 else "memory", "")
-        if not path or not (is_v2 or (kinds[0] == "cgroup" and "memory" in kinds[-1].split(","))):
-            continue
-        top = root / fields[4].lstrip("/")
-        inside = os.path.relpath(path, fields[3])
-        # A container may see its own group as the top, under a name that only means something outside.
-        group = top if inside.startswith("..") else top / inside
-        while True:
-            yield group, _V2 if is_v2 else _V1
-            if group == top:
-                break
-            group = group.parent
+        if path and (not controllers or "memory" in controllers.split(",")):
+            top, files = (mount / "memory", _V1) if controllers else (mount, _V2)
+            names = Path(path).parts[1:]
+            # A container may see its own group as the top, under a name that only means something outside.
+            for count in range(len(names), -1, -1):
+                yield top.joinpath(*names[:count]), files
 
 
 def _read(path: Path) -> str:

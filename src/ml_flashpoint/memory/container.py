@@ -52,8 +52,8 @@ from ml_flashpoint.format.files import (
     check_folder,
     check_way,
     is_at,
+    make_private,
     make_tree,
-    open_folder,
     open_own,
     open_regular,
     replace_file,
@@ -143,13 +143,8 @@ class BaseContainer:
 
     @contextlib.contextmanager
     def open_part(self, save: SaveId, rank: int) -> Iterator[Part]:
-        """Read a part. Its slot is not reused before the block is left.
-
-        Raises:
-            ObjectNotFoundError, PrunedError: there is no such part; or it went while it was being opened.
-            DamagedError: the object is not of the size in the manifest.
-            UnreadableError: it cannot be read just now.
-        """
+        """Read a part, whose slot is not reused before the block is left. Raises what `read_manifest` and `locked_part`
+        raise, and a `DamagedError` if the object is not of the size in the manifest."""
         manifest = self.read_manifest(save, rank)
         record = manifest.record
         path = self.base / save.version / manifest.object_name
@@ -180,9 +175,7 @@ class BaseContainer:
         try:
             for tries_left in reversed(range(_TRIES)):
                 try:
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(folder, 0o700)
-                    os.close(open_folder(folder))
+                    make_private(folder)
                     os.link(slot.path, folder / manifest.object_name)
                     break
                 except (FileNotFoundError, FileExistsError) as error:
@@ -364,12 +357,8 @@ def names_in(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def locked_part(base: Path, save: SaveId, rank: int) -> Iterator[int]:
-    """Lock the object of a part for reading. Yield its descriptor. The job does not reuse the slot meanwhile.
-
-    Raises:
-        PrunedError, UnsafePathError: the part is not there any more, or no regular file is at its place.
-        UnreadableError: it cannot be opened or locked just now.
-    """
+    """Lock the object of a part for reading: the job does not reuse the slot meanwhile. Yield its descriptor. Raise a
+    `PrunedError` if the part is gone, an `UnreadableError` if it cannot be opened or locked just now."""
     folder = base / save.version
     path = folder / object_name(rank, save.text)
     gone = PrunedError("the part was removed while it was being opened", step=save.step, rank=rank, path=path)

@@ -60,13 +60,8 @@ def newest_begun(records: Iterable[RunRecord]) -> RunRecord | None:
 
 
 def next_run(records: Iterable[RunRecord], found: Iterable[SaveId], chosen: SaveId | None) -> RunRecord:
-    """Return the record of a new run. Raise a `SaveError` if the numbers are used up.
-
-    Args:
-        records: of all nodes.
-        found: all saves that any node or durable tier has parts of, whether they exist or not.
-        chosen: the save that the run goes on from; None if it begins from nothing.
-    """
+    """Return the record of a new run, above the ``records`` of all nodes and all saves that were ``found`` on any node
+    or durable tier, and which goes on from the ``chosen`` save. Raise a `SaveError` if the numbers are used up."""
     known = list(records)
     run = 1 + max([each.run for each in known] + [save.run for save in found], default=0)
     if run > MAX_RUN:

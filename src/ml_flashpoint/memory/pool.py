@@ -400,11 +400,9 @@ class Pool:
         return slot
 
     def _replaced(self, slot: Slot, wanted: int, request: SlotRequest, least: int) -> Slot | None:
-        """Return a slot of the wanted size, or of the least one where there is no room, in place of one that was taken.
-        None if there is no room for either: the slot is free again.
-
-        One beyond ``keep + 1`` that is too small is removed: other pools need its room, whose parts grow as well.
-        """
+        """Return a slot of the wanted size, or the least where there is no room, in place of one that was taken. None
+        if there is room for neither: then the slot is free again, or, beyond ``keep + 1`` and too small, removed: other
+        pools need its room, whose parts grow as well."""
         with self._lock:
             is_extra = slot.size < least and len(self._slots) > self.keep + 1
         room = self._available() + slot.size

@@ -254,9 +254,6 @@ class Slot:
             self.buffer.release()
             del self._mapping
 
-    def __repr__(self) -> str:
-        return f"Slot({str(self.path)!r}, {self.size}, {self.state.value}, {self.save})"
-
 
 def no_room(what: str, size: int, path: Path, available: int | None = None) -> CapacityError:
     """Return the error of memory that cannot be had."""

@@ -27,7 +27,6 @@ from ml_flashpoint.format.errors import (
     DeadlineError,
     DigestMismatchError,
     FlashpointError,
-    InvalidArgumentError,
     ManifestError,
     ProtocolError,
     ReplicationError,
@@ -130,10 +129,6 @@ class BlockChecker:
     """
 
     def __init__(self, record: ObjectRecord, into: memoryview, path: str, first: int = 0) -> None:
-        end = first * record.block_size + into.nbytes
-        is_whole = end == record.size or (end < record.size and end % record.block_size == 0)
-        if into.readonly or not into.c_contiguous or not is_whole:
-            raise InvalidArgumentError(f"the buffer for {path} must be writable, contiguous and of whole blocks")
         self._record = record
         self._path = path
         self._first = first
@@ -339,8 +334,6 @@ class PeerConnection:
         deadline_s: float = STALL_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
-        if min(deadline_s, connect_timeout_s) <= 0:
-            raise InvalidArgumentError("deadlines of a peer connection must be positive")
         options = {"connect_timeout_s": connect_timeout_s, "stall_s": deadline_s}
         self._connect = partial(Connection, ("tcp", *address), check_secret(secret), TRANSFERS, **options)
         self._node, self._deadline_s = node, deadline_s
@@ -403,8 +396,6 @@ class PeerConnection:
         arrived are not those of the manifest.
         """
         part = PartName.of(manifest)
-        if buffer.nbytes != manifest.record.size:
-            raise InvalidArgumentError("the buffer must have the size of the manifest's object")
         work_s = self._deadline_s + buffer.nbytes / _WORK_BYTES_S
         fields, encoded = {"rider": rider or {}}, encode(manifest)
         with self._asked("push", fields, encoded, part=part, work_s=work_s, cancelled=cancelled) as (channel, reply):

@@ -1,1 +1,1 @@
-"""Who takes part in a job and what they agree on: groups of ranks, replication strategies, recovery planning."""
+"""Groups of ranks, replication strategies, retention rules and recovery planning."""

@@ -6,6 +6,7 @@ The collectives cannot interleave with the user's. Everything sent is bytes or i
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, JobInUseError, TopologyError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, JobInUseError, TopologyError, text_of
 from ml_flashpoint.format.knobs import NODE_ID_VARIABLE, collective_deadline_s
 from ml_flashpoint.format.names import validate_segment
 from ml_flashpoint.ranks.collectives import Collectives
@@ -117,21 +118,20 @@ class RankGroup:
         self._collectives.reduce("vote", vote, dist.ReduceOp.MIN)
         return bool(vote.item())
 
-    def together(self, action: Callable[[], _T], otherwise: FlashpointError) -> _T:
+    def together(self, action: Callable[[], _T], kind: type[FlashpointError], what: str) -> _T:
         """Return what ``action`` returns, once it has succeeded on every rank: one rank's trouble is no hang of the
-        others.
-
-        Raise what ``action`` raised, or ``otherwise`` where the action failed on another rank, whose own error says
-        why.
-        """
+        others. Raise what ``action`` raised, or, where it failed on another rank, an error of a kind, which names that
+        rank, the reason, and ``what`` has failed."""
         result: list[_T] = []
         failure: Exception | None = None
         try:
             result.append(action())
         except Exception as error:
             failure = error
-        if not self.all_ok(failure is None):
-            raise failure or otherwise
+        for rank, reason in enumerate(self.gather(b"" if failure is None else text_of(failure).encode())):
+            if reason:
+                where = f"rank {rank}, {self.topology.node_of(rank)}"
+                raise failure or kind(f"{what} failed on {where}: {reason.decode(errors='replace')}")
         return result[0]
 
     def agree_on(self, **arguments: object) -> None:
@@ -144,21 +144,24 @@ class RankGroup:
                     f"differs between ranks: {values}", argument=argument, value=value, rank=self.rank
                 )
 
-    def check_nodes(self, place: str, what: str) -> None:
-        """Raise a `TopologyError`, on all ranks, unless ranks of one node are in one place. ``place`` is empty where it
-        is not known; ``what`` is what ranks of one place share."""
+    def check_nodes(self, base: Path) -> None:
+        """Raise a `TopologyError`, on all ranks, unless ranks of one node have one base container."""
         nodes = self.topology.node_order
         if len(nodes) == self.world_size:
             return
+        place = ""
+        with contextlib.suppress(OSError):  # the other ranks wait
+            found = os.stat(base)
+            place = f"{boot_id()}-{found.st_dev:x}-{found.st_ino:x}"
         mine = [place, f"{socket.gethostname()} (boot id {boot_id() or 'unknown'})"]
         told = [json.loads(blob) for blob in self.gather(json.dumps(mine).encode())]
         for node in nodes:
-            first, *others = [rank for rank in self.topology.ranks_of(node) if told[rank][0]] or [0]
+            first, *others = self.topology.ranks_of(node)
             for other in others:
                 if told[other][0] != told[first][0]:
                     raise TopologyError(
                         f"ranks {first}, on host {told[first][1]}, and {other}, on host {told[other][1]}, have the same"
-                        f" node id and do not share {what}: neither would have copies of the other",
+                        " node id and do not share a base container: neither would have copies of the other",
                         rank=self.rank,
                         node=node,
                         hint=f"give each machine a {NODE_ID_VARIABLE} of its own, or unset it; ranks of one machine"

@@ -1,4 +1,4 @@
-"""Which versions are saved, persisted and stay in memory: rules, as pure functions that all ranks compute alike."""
+"""Rules for the versions that are persisted and that stay in memory: pure functions with equal results on all ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Keep:
     """Rule for the verified versions that stay in memory.
 
     Args:
-        newest: number of the newest versions that stay. 1, the least, is the version that a crash goes back to.
-        every_n_steps: of the older versions, also those whose step is a multiple of this ("milestones").
+        newest: number of the newest versions that stay; at least 1.
+        every_n_steps: older versions whose step is a multiple of this are milestones, and may stay, too.
         milestones: number of the newest milestones that stay.
 
     Raises:
-        InvalidArgumentError: one of them is not a positive number.
+        InvalidArgumentError: an argument is not a positive integer.
     """
 
     newest: int = 1
@@ -46,7 +46,7 @@ def checked_keep(value: int | Keep) -> Keep:
     if isinstance(value, Keep):
         return value
     if type(value) is not int or not 1 <= value <= _MOST:
-        text = "must be a number of versions, the newest included, or a Keep(...)"
+        text = "must be a number of versions, at least 1, or a Keep(...)"
         raise InvalidArgumentError(text, argument="keep", value=value)
     return Keep(newest=value)
 

@@ -1,7 +1,7 @@
-"""The ranks that hold copies of other ranks' parts: pure functions of the topology, alike on all ranks, without torch.
+"""Replication strategies: pure functions of the topology that say which ranks hold copies. Without torch.
 
-A *node* is a failure domain: when it is lost, all parts and copies on it are lost. A part survives the loss
-of any set of nodes that leaves out one of its holders, the node that it was saved on being one of them.
+A *node* is a failure domain: when it is lost, all parts and copies on it are lost. A part survives if the node on which
+it was saved, or the node of one of its holders, survives.
 """
 
 from __future__ import annotations
@@ -91,38 +91,37 @@ class Topology:
 
 
 class ReplicationStrategy(ABC):
-    """Says which ranks hold copies of whose parts.
+    """Base class of strategies, which say which ranks hold copies of a rank's part.
 
-    Implementations are immutable values, best frozen dataclasses: equal arguments and topologies give equal answers
-    on every rank, and all methods may be called from any thread. Ranks check that they use the same strategy by
-    comparing its ``repr``, which must therefore show all its arguments, and nothing else.
+    Subclass it as a frozen dataclass, and define `copies_of`. Equal arguments and topologies must give equal results on
+    every rank, and methods may be called from any thread. Ranks compare the ``repr`` of their strategies, so it must
+    show all arguments, and nothing else.
     """
 
     name: ClassVar[str]
-    """What options call it, if it is in `STRATEGIES`."""
+    """Name of the strategy in options, if it is in `STRATEGIES`."""
 
     @abstractmethod
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
         """Return the ranks that hold a copy of the part of ``rank``, in order of preference.
 
-        All of them are on nodes other than the node of ``rank``, and no two are on the same node: a second copy
-        on a node would cost memory and survive nothing more. Empty where the topology leaves no place for a
-        copy.
+        They must be on nodes other than the node of ``rank``, and no two on the same node: a second copy on a node
+        would cost memory without surviving more. Empty if the topology has no place for a copy.
         """
 
     def held_by(self, rank: int, topology: Topology) -> tuple[int, ...]:
-        """Return the ranks, ascending, whose parts ``rank`` holds copies of: the inverse of `copies_of`.
+        """Return the ranks, ascending, whose copies ``rank`` holds: the inverse of `copies_of`.
 
-        Takes time proportional to the world size. Call it once for a topology.
+        Takes time proportional to the world size: call it once for a topology.
         """
         topology.node_of(rank)
         return tuple(owner for owner in range(topology.world_size) if rank in self.copies_of(owner, topology))
 
     def survivable_losses(self, topology: Topology) -> int:
-        """Return how many nodes may be lost at once, whichever they are, with a copy of every part left.
+        """Return the number of nodes, whichever they are, that may be lost at once so that every part survives.
 
-        More losses may well be survived when they hit the right nodes; this is the number that holds for all.
-        0 on a single node, or when some part has no copy. A caller that wants protection should check for it.
+        Some larger sets of nodes may be lost, too. 0 on a single node, or if some part has no copy: check for 0 if you
+        rely on copies.
         """
         return min(len(self.copies_of(rank, topology)) for rank in range(topology.world_size))
 
@@ -141,11 +140,11 @@ class NoReplicationStrategy(ReplicationStrategy):
 
 @dataclass(frozen=True)
 class PairwiseReplicationStrategy(ReplicationStrategy):
-    """Nodes in pairs that hold each other's parts; survives the loss of one node of each pair.
+    """Pairs of nodes that hold each other's parts. Survives the loss of one node of each pair.
 
-    Nodes pair up in `Topology.node_order`. With an odd number of them the last three form a ring, each held
-    by the next. A single node has no partner, hence no copies. Ranks of a node are dealt out in turn over the
-    ranks of the partner, so that these differ by at most one part in what they hold.
+    Pairs follow `Topology.node_order`. With an odd number of nodes, the last three form a ring, in which the next node
+    holds the copies. A single node has no copies. The ranks of a node are distributed in turn over the ranks of the
+    partner, so that these hold equally many parts, or differ by one.
     """
 
     name: ClassVar[str] = "pairwise"
@@ -165,13 +164,13 @@ class PairwiseReplicationStrategy(ReplicationStrategy):
 
 @dataclass(frozen=True)
 class RingReplicationStrategy(ReplicationStrategy):
-    """Each node is held by the next `copies` nodes of `Topology.node_order`, cyclically.
+    """A ring of nodes, in `Topology.node_order`. The next `copies` nodes hold the copies of each node.
 
-    Survives the loss of any `copies` nodes. Fewer nodes than ``copies + 1`` give one copy on each other node.
-    The ranks of a node differ by at most one part in what they hold.
+    Survives the loss of any `copies` nodes. With fewer than ``copies + 1`` nodes, there is one copy on each other node.
+    The ranks of a node hold equally many parts, or differ by one.
 
     Args:
-        copies: copies of every part, besides the part itself; at least 1.
+        copies: number of copies of every part, in addition to the part itself; at least 1.
 
     Raises:
         InvalidArgumentError: `copies` is not an integer of at least 1.
@@ -200,17 +199,17 @@ class RingReplicationStrategy(ReplicationStrategy):
 
 @dataclass(frozen=True)
 class CliqueStrategy(ReplicationStrategy):
-    """Groups of `factor` ranks, `jump` apart, whose members hold one another's parts.
+    """Cliques of `factor` ranks that are `jump` apart. The members of a clique hold each other's parts.
 
-    With ``jump=1``, ranks 0, 1, 2, ... form a clique; with ``jump=2``, ranks 0, 2, 4, ... and 1, 3, 5, ... do.
-    Ranks are cut into blocks of ``factor * jump``, each of which has `jump` cliques. When the world size is not
-    a multiple of that, the cliques of the last block have fewer members, and one with a single member joins
-    the clique before it, so that no rank is left without a copy where there is a clique to join.
+    With ``jump=1``, ranks 0, 1, 2, ... form a clique; with ``jump=2``, ranks 0, 2, 4, ... and 1, 3, 5, ... do. Ranks
+    are divided into blocks of ``factor * jump``, each of which has `jump` cliques. If the world size is not a multiple
+    of this, the cliques of the last block have fewer members, and a clique with a single member joins the clique before
+    it, if there is one.
 
-    Members on the same node hold nothing for each other, since they would be lost together. Where several
-    members share a node, that node keeps each part of the others once, dealt out in turn over its members. So
-    `jump` should be at least the number of ranks of a node for ``factor - 1`` losses to be survived;
-    `survivable_losses` says what a topology really gives.
+    Members on the same node hold nothing for each other, because they would be lost together. If several members share
+    a node, this node holds each part of the others once, distributed in turn over its members. To survive
+    ``factor - 1`` losses, `jump` must be at least the number of ranks of a node; `survivable_losses` computes the
+    number for a topology.
 
     Args:
         factor: members of a clique; at least 2.
@@ -249,7 +248,7 @@ class CliqueStrategy(ReplicationStrategy):
 STRATEGIES: Mapping[str, type[ReplicationStrategy]] = {
     kind.name: kind for kind in (NoReplicationStrategy, PairwiseReplicationStrategy, RingReplicationStrategy)
 }
-"""Those that need no arguments, by the names that options give them."""
+"""Strategies without arguments, by their names in options."""
 
 
 def checked_strategy(

@@ -17,8 +17,10 @@ import datetime
 import decimal
 import enum
 import fractions
+import functools
 import io
 import logging
+import math
 import operator
 import pathlib
 import pickle
@@ -36,11 +38,18 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.lib.format import descr_to_dtype
 from torch.torch_version import TorchVersion
 
 from ml_flashpoint.copy.tensors import is_plain_strided
-from ml_flashpoint.format.errors import DamagedError, FlashpointError, SaveError, UnsafeContentError
-from ml_flashpoint.format.numpy_values import array_of, describe_dtype, dtype_of, scalar_of
+from ml_flashpoint.format.errors import (
+    DamagedError,
+    FlashpointError,
+    InvalidArgumentError,
+    SaveError,
+    UnsafeContentError,
+    text_of,
+)
 from ml_flashpoint.state.private import tree_leaves
 
 SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
@@ -49,6 +58,7 @@ Listed = Mapping[str, Callable[..., Any]]
 
 _log = logging.getLogger(__name__)
 _INLINE_BYTES = 8192
+_MOST_OF_A_NAME = 256  # of a dtype, or of a field
 _SAFE_SINCE = "2.10"
 _HINT = "keep plain values in it, or list the type as safe_globals=[{}] where it is saved and loaded, if you trust it"
 
@@ -103,7 +113,7 @@ def save_archive(
     except Exception as error:  # of whatever kind pickling raises
         where = place_of(value, name, partial(raises, make))
         if not isinstance(error, _UnknownNameError):
-            raise UnsafeContentError(f"the state of {where!r} cannot be saved: {_text(error)}") from error
+            raise UnsafeContentError(f"the state of {where!r} cannot be saved: {text_of(error)}") from error
         text = f"the state of {where!r} holds {error}, which loading would refuse, because such types may run code"
         raise UnsafeContentError(text, hint=_HINT.format(error)) from None
 
@@ -185,7 +195,7 @@ def packed(value: Any, name: str) -> PackedState:
         made, devices = _copied(value)
     except Exception as error:  # of whatever kind a value's own copying raises
         where = place_of(value, name, partial(raises, _copied)) if not isinstance(error, RecursionError) else name
-        raise SaveError(f"the state of {where!r} cannot be saved: {type(error).__name__}: {error}") from error
+        raise SaveError(f"the state of {where!r} cannot be saved: {text_of(error)}") from error
     for device in devices:  # another thread writes the copy, for which the device works in another order
         torch.cuda.current_stream(device).synchronize()
     return PackedState(made, name)
@@ -242,15 +252,12 @@ def load_archive(
     except FlashpointError:
         raise
     except Exception as error:
-        raise DamagedError(f"item {key!r} is not readable: {_text(error)}", path=path) from error
+        raise DamagedError(f"item {key!r} is not readable: {text_of(error)}", path=path) from error
 
 
 def check_bytes(data: Any, key: str, *, path: str, allowed: Sequence[SafeGlobal] = ()) -> io.BytesIO:
-    """Return an item as a plain archive, for a planner that unpickles it without restriction, as DCP's do.
-
-    The item is loaded here and saved again: what the planner gets was written by this process. Raises what
-    `load_archive` raises.
-    """
+    """Return an item as a plain archive, for a planner that unpickles it without restriction, as DCP's do: the item is
+    loaded here and saved again by this process. Raises what `load_archive` raises."""
     value = load_archive(data, key, path=path, allowed=allowed)
     stream = io.BytesIO()
     torch.save(value, stream)
@@ -260,10 +267,8 @@ def check_bytes(data: Any, key: str, *, path: str, allowed: Sequence[SafeGlobal]
 
 def warn_of_old_torch() -> None:
     """Log one warning in this process if torch reads forged archives less safely than it should."""
-    global _warned
-    if not _warned and TorchVersion(torch.__version__) < _SAFE_SINCE:
-        _warned = True
-        _log.warning(
+    if TorchVersion(torch.__version__) < _SAFE_SINCE:
+        _warn_once(
             "torch %s can be made to write outside of its memory by a forged checkpoint (CVE-2026-24747): use torch %s"
             " or later where others can write to checkpoints",
             torch.__version__,
@@ -271,7 +276,7 @@ def warn_of_old_torch() -> None:
         )
 
 
-_warned = False
+_warn_once = functools.cache(_log.warning)
 _lock = threading.RLock()
 
 
@@ -302,9 +307,8 @@ def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaves: Leav
     pickled = records["data.pkl"]
     _check_names(pickled)
     listed = {name: kind for kind, name in by_name(allowed)}
-    instance = _uncallable if _CALLS in pickled else _instance
-    makers = {"_instance": instance, "_named_tuple": _named_tuple, "_member": _member}
-    words = _WORDS | listed | {f"{__name__}.{name}": partial(make, listed) for name, make in makers.items()}
+    # Torch calls whatever instance an archive with these calls gives it.
+    words = _WORDS | listed | {f"{__name__}._instance": partial(_instance, listed, _CALLS not in pickled)}
     if leaves is not None:
         words[f"{__name__}._leaf"] = leaves.give
     # Torch leaves sparse tensors unchecked unless it is asked to check them.
@@ -381,10 +385,6 @@ class _Devices(dict[str, str]):
         return "cpu" if self._device_of is None else str(self._device_of(name))
 
 
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 # ---- what values are pickled as: calls of functions of the next section ---------------------------------------------
 
 
@@ -407,12 +407,8 @@ class _Reducers(dict[type, Any]):
             reducer = lambda value: (dtype_of, (describe_dtype(value),))  # noqa: E731
         elif issubclass(kind, np.generic):
             reducer = _of_scalar
-        elif issubclass(kind, enum.Enum):
-            reducer = _of_enum
-        elif is_namedtuple(kind):
-            reducer = lambda value: (_named_tuple, (_checked_name(kind), tuple(value)))  # noqa: E731
-        elif is_plain(kind):
-            reducer = lambda value: (_instance, (_checked_name(kind), attributes_of(value)))  # noqa: E731
+        elif issubclass(kind, enum.Enum) or is_namedtuple(kind) or is_plain(kind):
+            reducer = _of_instance
         self[kind] = reducer
         return reducer
 
@@ -437,14 +433,12 @@ def _of_tensor(leaves: Leaves | None, value: torch.Tensor) -> Any:
 def _of_array(value: Any) -> Any:
     if value.dtype == object and value.dtype.names is None:
         return _objects, (value.shape, list(value.flat))
-    by_columns = value.flags.f_contiguous and not value.flags.c_contiguous
-    value = value.T if by_columns else value
     octets, described = value.tobytes(), describe_dtype(value.dtype)
     if len(octets) > _INLINE_BYTES:
         tensor = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
-        return _array, (tensor, described, value.shape, by_columns)
+        return _array, (tensor, described, value.shape)
     # Text, since pickled bytes are longer or shorter by what they are. In capitals: `_GLOBALS` looks for a small c.
-    return _array, (octets.hex().upper(), described, value.shape, by_columns)
+    return _array, (octets.hex().upper(), described, value.shape)
 
 
 def _of_scalar(value: Any) -> Any:
@@ -455,10 +449,13 @@ def _of_scalar(value: Any) -> Any:
     return scalar_of, (value.tobytes(), describe_dtype(value.dtype))
 
 
-def _of_enum(value: Any) -> Any:
-    if type(value)._member_map_.get(value.name or "") is not value:  # a combination of flags
+def _of_instance(value: Any) -> Any:
+    kind = type(value)
+    if not isinstance(value, enum.Enum):
+        return _instance, (_checked_name(kind), tuple(value) if is_namedtuple(kind) else attributes_of(value))
+    if kind._member_map_.get(value.name or "") is not value:  # a combination of flags
         return value.__reduce_ex__(2)
-    return _member, (_checked_name(type(value)), value.name)
+    return _instance, (_checked_name(kind), value.name)
 
 
 def _of_defaultdict(value: Any) -> Any:
@@ -473,7 +470,7 @@ _FACTORIES: dict[Any, Any] = {each.__name__: each for each in (dict, list, set, 
 _REDUCERS: dict[type, Any] = {
     np.ndarray: _of_array,
     collections.defaultdict: _of_defaultdict,
-    collections.deque: lambda value: (_deque, (list(value), value.maxlen)),
+    collections.deque: lambda value: (collections.deque, (list(value), value.maxlen)),
     datetime.time: _of_time,
     datetime.datetime: _of_time,
     io.BytesIO: lambda value: (_stream, (value.getvalue(), value.tell())),
@@ -485,6 +482,73 @@ class _Pickler(pickle.Pickler):
     dispatch_table = _Reducers()
 
 
+# ---- NumPy's dtypes, described as in .npy files: by a text, or a list of fields ------------------------------------
+
+
+def describe_dtype(dtype: np.dtype[Any]) -> Any:
+    """Return the description of a dtype. Raise an `InvalidArgumentError` if the dtype cannot be made again: it holds
+    Python objects, or belongs to another package."""
+    try:
+        described = dtype.descr if dtype.names is not None else dtype.str
+        if dtype.names is None and np.dtype(dtype.str).char != dtype.char:
+            described = dtype.byteorder.strip("=|") + dtype.char  # "<i8" is a long, and a long long another type
+        if dtype.type is not np.record and dtype_of(described) == dtype:
+            return described
+    except (TypeError, ValueError):
+        pass
+    raise InvalidArgumentError(
+        "a NumPy dtype that is not made of plain bytes cannot be stored",
+        argument="dtype",
+        value=dtype,
+        hint="convert the array, to a dtype of NumPy's own without objects in it",
+    )
+
+
+def dtype_of(described: Any) -> np.dtype[Any]:
+    """Return the dtype of a description. Raise a `TypeError` or `ValueError` if it is none of plain bytes."""
+    if type(described) not in (str, list):
+        raise TypeError("no dtype")
+    _check_described(described)
+    made: np.dtype[Any] = descr_to_dtype(described)
+    if made.hasobject or made.subdtype is not None:
+        raise TypeError("no dtype of plain bytes")
+    return made
+
+
+def _check_described(described: Any) -> None:
+    """Raise unless this is text, the sizes of a shape, or a list or tuple of such."""
+    if isinstance(described, tuple) and all(type(size) is int for size in described):
+        _checked_shape(described)
+    elif isinstance(described, (list, tuple)):
+        for each in described:
+            _check_described(each)
+    elif type(described) is not str or len(described) > _MOST_OF_A_NAME:
+        raise TypeError("no dtype")
+
+
+def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"no shape: {shape!r}")
+    return tuple(shape)
+
+
+def array_of(data: bytes | memoryview, described: Any, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Return an array with memory of its own. Raise a `TypeError` or `ValueError` if the description is none, or does
+    not fit the bytes."""
+    dtype, sizes = dtype_of(described), _checked_shape(shape)
+    expected = math.prod(sizes) * dtype.itemsize
+    if len(data) != expected:
+        raise ValueError(f"an array of {expected} bytes, and there are {len(data)}")
+    made: np.ndarray[Any, Any]
+    made = np.ndarray(sizes, dtype, buffer=bytearray(data)) if expected else np.ndarray(sizes, dtype)
+    return made
+
+
+def scalar_of(data: bytes | memoryview, described: Any) -> Any:
+    """Return a scalar. Raises what `array_of` raises."""
+    return array_of(data, described, ())[()]
+
+
 # ---- functions that make values, and do not trust their arguments --------------------------------------------------
 
 
@@ -492,10 +556,9 @@ def _leaf(*described: Any) -> Any:
     raise ValueError("a tensor is kept outside of the archive")
 
 
-def _array(octets: Any, described: Any, shape: Any, by_columns: Any) -> Any:
+def _array(octets: Any, described: Any, shape: Any) -> Any:
     octets = bytes.fromhex(octets) if isinstance(octets, str) else _exactly(octets).numpy().tobytes()
-    made = array_of(octets, described, shape)
-    return made.T if by_columns else made
+    return array_of(octets, described, shape)
 
 
 def _objects(shape: Any, values: Any) -> Any:
@@ -532,10 +595,6 @@ def _generator(device: Any, state: Any) -> torch.Generator:
     return made
 
 
-def _deque(items: Any, most: Any) -> Any:
-    return collections.deque(items, most)
-
-
 def _defaultdict(factory: Any, items: Any) -> Any:
     return collections.defaultdict(_FACTORIES[factory] if type(factory) is str else factory, items)
 
@@ -552,46 +611,39 @@ def _exactly(value: Any) -> torch.Tensor:
     return value
 
 
-def _instance(listed: Listed, name: Any, attributes: Any) -> Any:
-    if type(attributes) is not dict or not all(type(each) is str for each in attributes):
-        raise TypeError("attributes that are no dict")
-    return new_instance(_found(listed, name, is_plain), attributes)
-
-
-def _uncallable(listed: Listed, name: Any, attributes: Any) -> Any:
-    """Make an `_instance` for an archive in which torch calls whatever it is given."""
-    if callable(made := _instance(listed, name, attributes)):
+def _instance(listed: Listed, may_be_callable: bool, name: Any, content: Any) -> Any:
+    """Make an instance of the type that the user lists by a name, where the type may have moved to, or else of the
+    imported one: an enum's member of a name, a namedtuple of values, or anything plain of attributes."""
+    dotted = name.replace(":", ".")
+    found = listed.get(dotted, imported(name))
+    if not isinstance(found, type):
+        raise _UnknownNameError(dotted)
+    kind: Any = found
+    if issubclass(kind, enum.Enum):
+        made = kind._member_map_[content]
+    elif is_namedtuple(kind):
+        if type(content) is not tuple or len(content) != len(kind._fields):
+            raise TypeError(f"{name} has other fields")
+        made = tuple.__new__(kind, content)
+    elif is_plain(kind):
+        if type(content) is not dict or not all(type(each) is str for each in content):
+            raise TypeError("attributes that are no dict")
+        made = new_instance(kind, content)
+    else:
+        raise _UnknownNameError(dotted)
+    if callable(made) and not may_be_callable:
         raise TypeError(f"{name} can be called, and the archive has a tensor with attributes or of another class")
     return made
 
 
-def _named_tuple(listed: Listed, name: Any, values: Any) -> Any:
-    kind = _found(listed, name, is_namedtuple)
-    if type(values) is not tuple or len(kind._fields) != len(values):
-        raise TypeError(f"{name} is no namedtuple of these fields")
-    return tuple.__new__(kind, values)
-
-
-def _member(listed: Listed, name: Any, member: Any) -> Any:
-    return _found(listed, name, lambda kind: issubclass(kind, enum.Enum))._member_map_[member]
-
-
-def _found(listed: Listed, name: Any, is_such: Callable[[type], bool]) -> Any:
-    """Return the type that the user lists by a name, where it may have moved to, or else the imported one."""
-    dotted = name.replace(":", ".")
-    found = listed.get(dotted, imported(name))
-    if not isinstance(found, type) or not is_such(found):
-        raise _UnknownNameError(dotted)
-    return found
-
-
-_MAKERS = (_array, _objects, _string, _quantized, _gradient, _generator, _deque, _defaultdict, _stream)
+_MAKERS = (_array, scalar_of, dtype_of, _objects, _string, _quantized, _gradient, _generator, _defaultdict, _stream)
 _TIMES = (datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone)
-_VALUES = (frozenset, slice, range, *_TIMES, decimal.Decimal, fractions.Fraction, uuid.UUID, Namespace)
+_NUMBERS = (decimal.Decimal, fractions.Fraction, uuid.UUID)
+_VALUES = (frozenset, slice, range, collections.deque, *_TIMES, *_NUMBERS, Namespace)
 _PATHS = (pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath)
 _WORDS: dict[str, Callable[..., Any]] = {
     "builtins.bytes": lambda: b"",  # called for no bytes alone
-    **{name: each for each, name in by_name((*_MAKERS, dtype_of, scalar_of, *_VALUES))},
+    **{name: each for each, name in by_name((*_MAKERS, *_VALUES))},
     # Of Python 3.13, too.
     **{f"pathlib{sub}.{kind.__name__}": kind for sub in ("", "._local") for kind in _PATHS},
 }

@@ -43,6 +43,9 @@ _COMPILED = "_orig_mod"
 _WRAPPERS = re.compile(rf"(?<![^.])(?:{_COMPILED}|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _SIMPLE = (torch.Tensor, bool, int, float, str, type(None))
 
+_OF_PARAMETERS = ("params", "param_names")
+"""Keys of a group that say whose it is, and are no hyper-parameters."""
+
 _State = dict[str, Any]
 Named = list[tuple[str, nn.Parameter]]
 """Parameters by plain names."""
@@ -232,11 +235,8 @@ class OptimizerState:
     # ---- loading ------------------------------------------------------------------------------------------
 
     def current(self, metadata: Metadata) -> _State:
-        """Return what a checkpoint is loaded into. A fresh optimizer gets its state made.
-
-        Raises:
-            LoadError: no tracked module has the optimizer's parameters.
-        """
+        """Return what a checkpoint is loaded into. A fresh optimizer gets its state made. Raise a `LoadError` if no
+        tracked module has the optimizer's parameters."""
         names, root = self._names({name: named_parameters(each.module) for name, each in self._modules.items()})
         self._root = root
         if names is None:
@@ -342,7 +342,8 @@ class OptimizerState:
                     hint=AS_SAVED,
                 )
             # In the optimizer's own order: that of the items is by the rank that wrote each.
-            groups.append({**group, **saved[first], "params": own})
+            options = {key: value for key, value in saved[first].items() if key not in _OF_PARAMETERS}
+            groups.append({**group, **options, "params": own})
         return groups
 
     def _load_flat(self, root: nn.Module, loaded: dict[str, _State], groups: list[_State]) -> None:
@@ -437,7 +438,7 @@ def _is_alike(one: _State, other: _State) -> bool:
     return one.keys() == other.keys() and all(
         torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
         for key, value in one.items()
-        if key != "params"
+        if key not in _OF_PARAMETERS
     )
 
 

@@ -61,6 +61,14 @@ class Tree:
         self._is_leaf = is_leaf
         self.leaves, self.spec = tree_flatten(state, is_leaf)
 
+    @functools.cached_property
+    def structure(self) -> object:
+        """Everything but content: keys, kinds, shapes, dtypes and shards. Equal for states that have the same plan."""
+        try:
+            return self.spec, _tensors_of(self)
+        except RuntimeError:  # a nested tensor has no shape, and no plan
+            return object()
+
     def places(self) -> dict[Path, int]:
         """Return the number of each leaf by its path."""
         found, _ = tree_flatten_with_path(self.state, self._is_leaf)
@@ -69,20 +77,6 @@ class Tree:
             for keys, _ in found
         )
         return {tuple(path): number for number, path in enumerate(paths)}
-
-
-class Structure:
-    """Everything of a state except for its content: keys, kinds, shapes, dtypes and shards."""
-
-    def __init__(self, tree: Tree) -> None:
-        self._spec, self._tensors = tree.spec, _tensors_of(tree)
-
-    def is_of(self, tree: Tree) -> bool:
-        """Return True if a plan for this structure is one for another state, too."""
-        try:
-            return bool(tree.spec == self._spec and _tensors_of(tree) == self._tensors)
-        except RuntimeError:  # a nested tensor has no shape, and no plan
-            return False
 
 
 def _tensors_of(tree: Tree) -> tuple[list[Any], ...]:
@@ -141,7 +135,7 @@ class Offer:
                 check_storable(value, name)
         with plain_modes():
             self.plan: SavePlan = planner.create_local_plan()
-        self.structure = Structure(tree)
+        self.structure = tree.structure
         self.sources: list[_Source] = []
         self.replicas: dict[int, Replica] = {}
         places = tree.places()

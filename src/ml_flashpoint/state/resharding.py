@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ml_flashpoint.copy.dtypes import octets_of
 from ml_flashpoint.copy.tensors import is_plain_strided
-from ml_flashpoint.format.errors import ReshardError
+from ml_flashpoint.format.errors import ReshardError, text_of
 from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.state.archive import load_archive, plain_modes, save_archive
 from ml_flashpoint.state.random_numbers import GeneratorState, new_seed, seed_of, seeded_rng_state
@@ -155,8 +155,9 @@ class Resharding:
         try:
             return tracked.reshards[name](states, tracked.rank, tracked.world_size)
         except Exception as error:
-            text = f"the reshard function of {name!r} failed: {type(error).__name__}: {error}"
-            raise ReshardError(text, rank=tracked.rank) from error
+            raise ReshardError(
+                f"the reshard function of {name!r} failed: {text_of(error)}", rank=tracked.rank
+            ) from error
 
 
 def _digest(value: Any) -> bytes:

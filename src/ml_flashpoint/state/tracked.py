@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from ml_flashpoint.copy.cuda import device_today
 from ml_flashpoint.copy.tensors import is_plain_strided
-from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError, text_of
 from ml_flashpoint.state.archive import PackedState, SafeGlobal, load_archive, packed, plain_modes
 from ml_flashpoint.state.parameters import (
     AS_SAVED,
@@ -249,8 +249,7 @@ class TrackedState:
             except SaveError:
                 raise
             except Exception as error:  # of whatever kind a program raises
-                text = f"the state of {name!r} cannot be saved: {type(error).__name__}: {error}"
-                raise SaveError(text, rank=self.rank) from error
+                raise SaveError(f"the state of {name!r} cannot be saved: {text_of(error)}", rank=self.rank) from error
         own[RNG] = PackedState(capture_rng_state(), RNG)
         frozen = {name: [n for n, parameter in pairs if not parameter.requires_grad] for name, pairs in named.items()}
         own[FROZEN] = PackedState(frozen, FROZEN)
@@ -278,11 +277,8 @@ class TrackedState:
         return frozenset(state)
 
     def places(self, metadata: Metadata, source_rank: int, names: set[str]) -> dict[str, Any]:
-        """Return the nested state that DCP loads into. Raises a `LoadError` with all that does not fit.
-
-        Args:
-            source_rank: the rank whose packed states this rank takes. names: of all packed states.
-        """
+        """Return the nested state that DCP loads into, where ``names`` are of all packed states. Raises a `LoadError`
+        with all that does not fit."""
         entries = metadata.state_dict_metadata
         structured = {key.partition(".")[0] for key in entries} - {PACKED}
         current = {name: module.current() for name, module in self._modules.items()}

@@ -94,7 +94,7 @@ class DurableVersions(VersionStore):
             lock = self.files.lock(_LOCK, 0.0)
         except JobInUseError as error:
             hint = "wait until that job has ended, or give another URL"
-            raise JobInUseError(f"somebody persists there: {error.message}", path=error.path, hint=hint) from error
+            raise JobInUseError(f"a job persists at this URL: {error.message}", path=error.path, hint=hint) from error
         with lock or contextlib.nullcontext():
             yield
 
@@ -166,11 +166,10 @@ class DurableVersions(VersionStore):
         return [version.folder for version in wanted]
 
     def keep_newest(self, count: int, save: SaveId) -> None:
-        """Remove all complete versions but the newest ones, and what was begun before a save and not completed: it must
-        not take the room of that one. For the owner.
+        """Remove all complete versions but the newest ``count``, at least 1, and what was begun before a save and not
+        completed: it must not take the room of that one. For the owner.
 
-        ``count``, at least 1, complete versions stay. A damaged one stays until all that stay are newer. A failure is
-        logged: the next call tries again. Ranks may be writing to the folder of ``save`` already.
+        A damaged version stays until all that stay are newer. A failure is logged: the next call tries again.
         """
         there = self.versions()
         kept = [version for version in there if version.counts][:count]
@@ -185,7 +184,7 @@ class DurableVersions(VersionStore):
                 if goes:
                     self._remove(each, needed=save.run)
             except FlashpointError as error:
-                _log.warning("what is not wanted any more cannot be removed: %s", error)
+                _log.warning("old versions cannot be removed: %s", error)
 
     def _remove(self, version: Version, *, needed: int | None = None) -> None:
         """Remove a version, its marker first, and the folder of its run after the last one, unless that is needed."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Final
 
-from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import (
     DamagedError,
     DigestMismatchError,
@@ -114,12 +113,8 @@ class VersionStore(ABC):
     @abstractmethod
     def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> list[str]:
         """Remove all versions of a step, oldest first; of None, all versions and what else the job has left. Return
-        their folders. ``check`` is called before each removal, and may raise.
-
-        Raises:
-            ObjectNotFoundError: there is none.
-            SaveError: one cannot be removed; those removed before are gone.
-        """
+        their folders. ``check`` is called before each removal, and may raise. Raise an `ObjectNotFoundError` if there
+        is none, a `SaveError` if one cannot be removed: those removed before are gone."""
 
     def manifest(self, version: Version, rank: int) -> Manifest:
         """Return the manifest of a rank's part. Raise an `ObjectNotFoundError` if there is no such part, or a
@@ -222,7 +217,7 @@ class StoredObject:
             path = store.path_of(self.manifest)
             try:
                 store.read_into(self.manifest, begin, into)
-                return check_blocks(self.record, begin, into, path)
+                return self.record.check(into, begin, path=path)
             except (DamagedError, ObjectNotFoundError, PrunedError, UnreadableError) as error:
                 failures.append(error)
                 if isinstance(error, (DigestMismatchError, ObjectNotFoundError)) and not store.has(save, rank):
@@ -241,11 +236,8 @@ class StoredObject:
 
     @cached_property
     def layout(self) -> Layout:
-        """The items of the object. Raises an `ObjectFormatError` if the header is not valid, although its digest is
-        right."""
-        file_size = self.record.file_size
-        length = header_length(self.read(0, min(8, self.record.size)), file_size, self.path)
-        return parsed_layout(self.record, self.read(0, length), self.path)
+        """The items of the object; see `read_layout`."""
+        return read_layout(self.record, self.read, self.path)
 
     def entry(self, key: str) -> Entry:
         """Return the place of an item. Raise an `ObjectNotFoundError` if there is none."""
@@ -268,14 +260,8 @@ class StoredObject:
         return content
 
     def read_into(self, begin: int, into: memoryview) -> None:
-        """Fill a view from byte ``begin`` on.
-
-        Raises:
-            ObjectNotFoundError: the object is gone.
-            DamagedError: the bytes are not what was written; names the file.
-            PrunedError: a running job has removed the part.
-            LoadError, UnreadableError: the store cannot be read just now.
-        """
+        """Fill a view from byte ``begin`` on. Raise a `PrunedError` if a running job has removed the part, and what
+        `VersionStore.manifest` raises."""
         end, size = begin + len(into), self.record.block_size
         piece = max(PIECE_BYTES // size, 1) * size
         at = begin
@@ -307,19 +293,12 @@ class StoredObject:
             yield memoryview(_ZEROS)[: self.record.file_size - begin]
 
 
-def parsed_layout(record: ObjectRecord, header: Buffer, path: str) -> Layout:
-    """Return the content of an object's header. Raise an `ObjectFormatError` if it is not valid, or an item lies past
-    the bytes that count."""
-    layout = parse_header(header, record.file_size, path).layout
+def read_layout(record: ObjectRecord, read: Callable[[int, int], Buffer], path: str) -> Layout:
+    """Return the items of an object, of which ``read`` returns a range of bytes. Raise an `ObjectFormatError` if the
+    header is not valid, although its digest is right, or an item lies past the bytes that count."""
+    length = header_length(read(0, min(8, record.size)), record.file_size, path)
+    layout = parse_header(read(0, min(length, record.size)), record.file_size, path).layout
     if layout.size > record.size:
         text = f"the header has items up to byte {layout.size}, and the manifest says that {record.size} bytes count"
         raise ObjectFormatError(text, path=path)
     return layout
-
-
-def check_blocks(record: ObjectRecord, begin: int, into: memoryview, path: str) -> None:
-    """Compare whole blocks of an object, from byte ``begin`` on, with their digests. Raise a `DigestMismatchError` if
-    they differ."""
-    size, first = record.block_size, begin // record.block_size
-    digests = record.digests[first : first - (-len(into) // size)]
-    verify_blocks(into, digests, size, first_block=first, path=path)

@@ -52,8 +52,6 @@ def look_at(store: VersionStore, version: Version) -> list[CheckedPart]:
             return CheckedPart(rank, manifest, (_problem(error, store),))
         return CheckedPart(rank, manifest)
 
-    if not store.durable:  # in memory
-        return [look(rank) for rank in version.ranks]
     with ThreadPoolExecutor(_MANIFESTS_AT_A_TIME) as pool:
         return list(pool.map(look, version.ranks if version.counts else ()))
 

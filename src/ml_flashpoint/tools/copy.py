@@ -149,7 +149,7 @@ def persist_version(
         ObjectNotFoundError, MissingPartsError: there is no such version, or not all parts of it.
         DamagedError, PrunedError: no sound copy of a part is here, or a running job needed the memory.
         UnreadableError, LoadError: it cannot be read just now.
-        JobInUseError: somebody persists there.
+        JobInUseError: a job persists at this URL.
         DeadlineError: nothing has happened for too long.
         SaveError, CapacityError: it cannot be written.
         InvalidArgumentError, UnsafePathError: an argument is unusable.

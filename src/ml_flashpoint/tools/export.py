@@ -109,17 +109,19 @@ def export_version(
 def _check_names(format: str, prefix: str, names: Mapping[str, str] | None) -> None:
     given, value = ("names", dict(names)) if names is not None else ("prefix", prefix)
     if value and format == "dcp":
-        raise InvalidArgumentError("the names of a DCP checkpoint stay as they are", argument=given, value=value)
+        raise InvalidArgumentError("names cannot be changed in a DCP directory", argument=given, value=value)
     if names is None:
         if format == "hf" and not prefix:
             raise InvalidArgumentError(
-                "say which names are the model's: model., if it was tracked as model", argument="prefix", value=prefix
+                "must select the names of the model, such as model. if it was tracked as model",
+                argument="prefix",
+                value=prefix,
             )
         return
     if prefix:
         raise InvalidArgumentError("give a prefix or names, not both", argument="prefix", value=prefix)
     if not names or not all(isinstance(each, str) and each for pair in names.items() for each in pair):
-        raise InvalidArgumentError("must be names by names, and some", argument="names", value=names)
+        raise InvalidArgumentError("must be a dict of new names by name, and not empty", argument="names", value=names)
     if len(set(names.values())) < len(names):
         raise InvalidArgumentError("two would get the same name", argument="names", value=names)
 

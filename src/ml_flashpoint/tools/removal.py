@@ -69,10 +69,10 @@ def _chosen(
     resumed = next((version.folder for version in there if _is_whole(store, version, moved)), "")
     if not newest and resumed in {version.folder for version in chosen}:
         raise InvalidArgumentError(
-            f"{resumed} is the newest that is whole, which a job resumes from",
+            f"{resumed} is the newest complete version, from which a job would resume",
             argument="--newest",
             value=False,
-            hint="say --newest to remove that, too",
+            hint="pass --newest to remove it, too",
         )
     return chosen[::-1], resumed
 

@@ -117,10 +117,10 @@ def find_versions(stores: Sequence[VersionStore], step: int | None, *, partial: 
         ranks = ", ".join(map(str, nearest.missing[:_MOST_NAMED]))
         more = f" and {len(nearest.missing) - _MOST_NAMED} more" if len(nearest.missing) > _MOST_NAMED else ""
         raise MissingPartsError(
-            f"there is no version whose parts are all here: of step {nearest.save.step}, those of ranks {ranks}{more}"
+            f"no version is complete here: of step {nearest.save.step}, the parts of ranks {ranks}{more}"
             f" of {nearest.world_size} are missing",
             path=where,
-            hint="give the base containers of the nodes that have them, too; or copy what is here with --partial",
+            hint="also give the base containers of nodes that have these parts, or use flashpoint copy --partial",
         )
     return whole
 
@@ -129,10 +129,10 @@ def _nothing_found(there: Sequence[tuple[VersionStore, Version]], step: int | No
     problem = next((version.problem for _, version in there if version.problem), "")
     if problem:
         return DamagedError(problem, path=where)
-    unfinished = "; ".join(f"{version.folder}: it is not complete" for _, version in there[:4])
+    unfinished = "; ".join(f"{version.folder} is not complete" for _, version in there[:4])
     text = f"there is no complete version{'' if step is None else f' of step {step}'} here"
     text += f" ({unfinished})" if unfinished else ""
-    return ObjectNotFoundError(text, path=where, hint="flashpoint ls shows what there is")
+    return ObjectNotFoundError(text, path=where, hint="flashpoint ls lists the versions")
 
 
 def with_newest(

@@ -176,7 +176,7 @@ def test_model_checkpoint_goes_on(
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[other])
     path = resume_path(trainer, fallback=tmp_path / "step=9.ckpt")
     assert path == tmp_path / "step=9.ckpt"
-    assert f"no checkpoint to go on from in {tmpfs / 'other'}: on from {path}" in caplog.messages
+    assert f"no version in {tmpfs / 'other'}: on from {path}" in caplog.messages
     assert fit(tmp_path, other, path=path, max_steps=12).global_step == 12
 
 

@@ -28,7 +28,7 @@ def test_signatures_of_the_recipe() -> None:
     from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint as wrap
 
     parameters = inspect.signature(wrap).parameters
-    assert [name for name, each in parameters.items() if each.kind is not each.KEYWORD_ONLY] == [
+    assert [name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD] == [
         "trainer",
         "flashpoint_base_container",
         "async_save",
@@ -39,7 +39,7 @@ def test_signatures_of_the_recipe() -> None:
     ]
     assert parameters["initial_write_buffer_size_bytes"].default == 16 * 2**30
     parameters = inspect.signature(MLFlashpointCheckpointCallback).parameters
-    assert [name for name, each in parameters.items() if each.kind is not each.KEYWORD_ONLY] == [
+    assert [name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD] == [
         "checkpoint_base_container",
         "every_n_steps",
         "skip_every_n_steps",

@@ -103,7 +103,7 @@ def test_any_states_one_after_the_other(
                 assert_same(door.load(blank(overlapping), 100 + step), overlapping)
                 continue
             assert_same(door.load(blank(expected), step), expected)
-        assert door.saver.stats.failed == 0
+        assert door.saver.status.failures == 0
     except CheckpointException as error:  # no Exception, and so nothing that hypothesis would look into
         raise AssertionError(str(error)) from error
     finally:

@@ -74,11 +74,11 @@ def test_verified_versions_are_persisted_and_told_of(base: Path, store: Path) ->
         for step in range(1, 8):
             save(engine, step)
             if step % 2 == 0:
-                wait_until(lambda step=step: engine.persist_health.persisted == step, "it is persisted")  # type: ignore[misc]
+                wait_until(lambda step=step: engine.status.persisted == step, "it is persisted")  # type: ignore[misc]
         wait_until(lambda: persisted_steps(store) == [6, 4], "older ones go once a newer one is persisted")
-        assert (engine.persist_health.lag, engine.persist_health.error) == (1, None)
+        assert (engine.status.persist_lag, engine.status.persist_error) == (1, None)
     wait_until(lambda: persisted_steps(store) == [7, 6], "the last one is persisted, and an older one goes")
-    assert engine.persist_health.persisted == 7
+    assert engine.status.persisted == 7
 
 
 def test_latest_is_the_newer_of_memory_and_store(base: Path, store: Path) -> None:
@@ -93,7 +93,7 @@ def test_latest_is_the_newer_of_memory_and_store(base: Path, store: Path) -> Non
         assert newest(engine) == (4, "persisted", 4)
         report = engine.last_recovery
         assert report is not None
-        assert (report.version, report.world_size) == ("step-4_ckpt", 1)
+        assert (report.step, report.world_size) == (4, 1)
     shutil.rmtree(base)
     base.with_name("kept").rename(base)
     with Checkpointer(base, Config(persist=Persist(str(store)))) as engine:
@@ -147,19 +147,19 @@ def test_what_was_gone_back_from_is_not_persisted_at_the_end(base: Path, store: 
 def test_a_process_that_is_about_to_end_has_it_persisted(base: Path, store: Path) -> None:
     with Checkpointer(base, Config(persist=Persist(str(store), every=1000))) as engine:
         save(engine, 1)
-        assert engine.persist_health.persisted is None
+        assert engine.status.persisted is None
         assert engine.finish(30)
         assert persisted_steps(store) == [1]
         save(engine, 2)
-        wait_until(lambda: engine.persist_health.persisted == 2, "from then on, all of them are")
+        wait_until(lambda: engine.status.persisted == 2, "from then on, all of them are")
 
 
 def test_without_a_store_there_is_nothing_to_tell(base: Path) -> None:
     with Checkpointer(base) as engine:
         save(engine, 1)
         assert engine.finish(30)
-        assert engine.persist_health.persisted is None
-        assert engine.persist_health.error is None
+        assert engine.status.persisted is None
+        assert engine.status.persist_error is None
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -173,9 +173,9 @@ def test_a_planned_end_waits_longer_for_a_slow_store(base: Path, monkeypatch: py
         faults.now = None
         if fails:
             engine.__exit__(RuntimeError, RuntimeError(), None)
-            assert engine.persist_health.persisted is None
+            assert engine.status.persisted is None
             faults.go_on.set()
         else:
             threading.Timer(0.3, faults.go_on.set).start()
             engine.close()
-            assert engine.persist_health.persisted == 1
+            assert engine.status.persisted == 1

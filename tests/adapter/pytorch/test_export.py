@@ -108,9 +108,9 @@ def test_what_several_ranks_hold_is_put_together(
     _check(made, format, full_state(2))
     assert not _hidden(made.path.parent)
     if replication == "none" and len(bases) > 1:
-        with pytest.raises(ObjectNotFoundError, match="no version whose parts are all here"):
+        with pytest.raises(ObjectNotFoundError, match="no version is complete here"):
             export_version(bases[0], tmp_path / "of one", format=format)
-        with pytest.raises(ObjectNotFoundError, match="those of ranks 2 of 4 are missing"):
+        with pytest.raises(ObjectNotFoundError, match="the parts of ranks 2 of 4 are missing"):
             export_version(bases[:2], tmp_path / "of two", format=format)
         for number, base in enumerate(bases):
             copy_version(base, tmp_path / f"of-node-{number}", partial=True)
@@ -225,13 +225,13 @@ def test_names_that_cannot_be(
 ) -> None:
     base, *_ = trained
     for wrong, why in [
-        ({}, "which names are the model's"),
-        ({"names": {}}, "must be names by names"),
-        ({"names": {"model.bits": 3}}, "must be names by names"),
+        ({}, "must select the names of the model"),
+        ({"names": {}}, "must be a dict of new names"),
+        ({"names": {"model.bits": 3}}, "must be a dict of new names"),
         ({"names": {"model.bits": "a"}, "prefix": "model."}, "not both"),
         ({"names": {"model.bits": "a", "model.empty": "a"}}, "the same name"),
         ({"names": {"model.bits": "a", "modle": "b"}}, "has none of 1 names"),
-        ({"names": {"model.bits": "a"}, "format": "dcp"}, "stay as they are"),
+        ({"names": {"model.bits": "a"}, "format": "dcp"}, "cannot be changed"),
     ]:
         options: dict[str, Any] = {"format": "hf", **wrong}
         with pytest.raises(InvalidArgumentError, match=why):
@@ -446,7 +446,7 @@ def test_the_command(
     assert flashpoint("export", f"{base}@9", *to) == 2
     assert "no complete version of step 9" in capsys.readouterr().err
     assert flashpoint("export", f"{base}@1", f"{base}@2", *to) == 2
-    assert "these are different steps" in capsys.readouterr().err
+    assert "the sources name different steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("format", FORMATS)

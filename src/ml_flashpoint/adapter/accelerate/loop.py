@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ml_flashpoint.adapter.accelerate.place import LoaderPlace, samplers_within
+from ml_flashpoint.adapter.frameworks import numbered
 from ml_flashpoint.data import LoaderBatches
 from ml_flashpoint.flashpoint import Flashpoint
 from ml_flashpoint.format.errors import InvalidArgumentError
@@ -18,13 +19,13 @@ _log = logging.getLogger(__name__)
 
 
 class AcceleratorFlashpoint(Flashpoint):
-    """Saves what an accelerator has prepared into memory every few steps, and restores it after a crash.
+    """Saves the prepared objects of an accelerator into memory every few steps, and restores them after a crash.
 
     ::
 
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         fp = AcceleratorFlashpoint(accelerator, "/dev/shm/mlf-jobs/job-145", every_n_steps=1)
-        step = fp.resume()                                  # 0 when fresh
+        step = fp.resume()                                  # 0 at a fresh start
         for epoch in range(step // steps_per_epoch, epochs):
             for batch in fp.batches(loader):
                 with accelerator.accumulate(model):
@@ -35,14 +36,14 @@ class AcceleratorFlashpoint(Flashpoint):
                 fp.step()                                   # counts the optimizer's steps
         fp.close()
 
-    Tracked are all models, optimizers, schedulers, loaders, and objects of ``register_for_checkpointing`` that the
-    accelerator has when this is constructed, its scaler and its count of accumulated batches, and what ``track`` is
-    given. Accelerate's own ``save_state`` and its folders stay as they are.
+    It tracks the models, optimizers, schedulers, loaders and objects of ``register_for_checkpointing`` that the
+    accelerator has when this object is constructed, its scaler, its count of accumulated batches, and the objects
+    passed to ``track``. Accelerate's own ``save_state`` keeps working.
 
-    A loader goes on in the midst of its pass, without fetching again what it has given. What samples and collators draw
-    in the main process is drawn again as it was; workers (``num_workers``) of a pass that goes on begin with other
-    random numbers. Iterable data is read again, and what it draws for the batch that is fetched ahead is not drawn
-    again. Workers are new in each pass, also with ``persistent_workers``.
+    A loader resumes within its pass, without fetching earlier batches again. Random numbers that samples and collators
+    draw in the main process are the same; workers (``num_workers``) draw different ones in a resumed pass. Iterable
+    data is read again, without the random numbers of a prefetched batch. Workers are restarted in each pass, also with
+    ``persistent_workers``.
 
     Args:
         accelerator: after ``prepare``.
@@ -67,11 +68,11 @@ class AcceleratorFlashpoint(Flashpoint):
         for each in kept:
             _check_order(each)
         self._has_warned = False
-        self.track(**_named("model", accelerator._models))
-        self.track(**_named("optimizer", [each.optimizer for each in accelerator._optimizers]))
-        self.track(**_named("scheduler", accelerator._schedulers))
-        self.track(**_named("loader", [*self._places, *kept]))
-        self.track(**_named("registered", accelerator._custom_objects))
+        self.track(**numbered("model", accelerator._models))
+        self.track(**numbered("optimizer", [each.optimizer for each in accelerator._optimizers]))
+        self.track(**numbered("scheduler", accelerator._schedulers))
+        self.track(**numbered("loader", [*self._places, *kept]))
+        self.track(**numbered("registered", accelerator._custom_objects))
         if accelerator.scaler is not None:
             self.track(scaler=accelerator.scaler)
         self.track(accelerator=_Accumulated(accelerator))
@@ -123,7 +124,3 @@ def _check_order(loader: Any) -> None:
         text = "would come in another order after a restart"
         hint = "pass DataLoaderConfiguration(use_seedable_sampler=True)"
         raise InvalidArgumentError(text, argument="loader", value=loader, hint=hint)
-
-
-def _named(name: str, values: list[Any]) -> dict[str, Any]:
-    return {name if index == 0 else f"{name}_{index}": each for index, each in enumerate(values)}

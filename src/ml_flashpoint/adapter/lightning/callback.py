@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint, check_trainer, join_processes
 from ml_flashpoint.adapter.trainer_loops import Schedule, ends_something, go_last, updates_by_step
 from ml_flashpoint.checkpointer import checked_wanted
-from ml_flashpoint.config import Config, Persist
+from ml_flashpoint.config import Config
 from ml_flashpoint.events import announce
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_seconds
 from ml_flashpoint.format.errors import InvalidArgumentError
@@ -37,29 +37,27 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         trainer = Trainer(strategy="fsdp", callbacks=[FlashpointCallback("/dev/shm/mlf-jobs/job-145", 10)])
         trainer.fit(model, ckpt_path=resume_path(trainer))
 
-    A step is one of the optimizer (``trainer.global_step``). What is saved is what Lightning's own checkpoint has,
-    of every rank, and the random number generators.
+    Steps are optimizer steps (``trainer.global_step``). A save contains everything in Lightning's own checkpoint, for
+    every rank, and the random number generators.
 
-    A save that is due at the last batch of an epoch, or at one that validation follows, is made at the next step that
-    is neither, two steps later at most: Lightning, resumed from there, would leave out that validation and the hooks
-    at the end of that epoch. If training is complete before, it is made when all of that is done, where Lightning goes
-    on exactly from there.
+    A save that is due at the last batch of an epoch, or at a batch before validation, is made at the next step that is
+    neither, at most two steps later. (Resumed from such a batch, Lightning would skip the validation and the hooks at
+    the end of the epoch.) If training ends before, the save is made at the end, if Lightning can continue from there.
 
     Args:
-        base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
+        base: base container of the job on this node: an absolute path on a tmpfs. A restart must use the same path.
         every_n_steps: steps between two saves.
-        skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
-        enabled: False to do nothing at all.
-        strict, discard_existing, persist, persist_every, persist_keep, persist_bytes_per_s: see `Flashpoint`.
-        grace_s: seconds at most that a trainer which ends after SIGTERM waits for saves, and for persisting.
-        settings: ``replication``, ``keep``, ``safe_globals``, ``overlap``, ``on_world_size_change``, ``deadline_s``:
-            see `Config`.
+        skip_every_n_steps: interval of the standard checkpoint: steps at its multiples are skipped; 0 skips none.
+        enabled: False to do nothing.
+        strict, discard_existing: see `Flashpoint`.
+        grace_s: the longest that a trainer which ends after SIGTERM waits for saves and persisting, in seconds.
+        settings: ``replication``, ``keep``, ``persist``, ``overlap`` and others: see `Config.of`.
 
     Attributes:
-        flashpoint: the `Flashpoint`: its health, the last recovery. None before the trainer's processes are set up.
+        flashpoint: the `Flashpoint`, with its health and last recovery. None before the trainer is set up.
 
     Raises:
-        InvalidArgumentError: an argument is unusable.
+        InvalidArgumentError: an argument is invalid.
     """
 
     def __init__(
@@ -71,10 +69,6 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         *,
         strict: bool = False,
         discard_existing: bool = False,
-        persist: str | None = None,
-        persist_every: int = 50,
-        persist_keep: int = 3,
-        persist_bytes_per_s: float | None = None,
         grace_s: float = 20.0,
         **settings: Any,
     ) -> None:
@@ -83,12 +77,11 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         self._schedule = Schedule(every_n_steps, skip_every_n_steps)
         self.enabled = checked_bool("enabled", enabled)
         self._grace_s = checked_seconds("grace_s", grace_s)
-        durable = Persist.of(persist, persist_every, persist_keep, persist_bytes_per_s)
         self._options: dict[str, Any] = {
             "every_n_steps": every_n_steps,
             "strict": checked_bool("strict", strict),
             "discard_existing": checked_bool("discard_existing", discard_existing),
-            "config": Config(**settings, persist=durable, sigterm_grace_s=None),
+            "config": Config.of(**settings, handle_sigterm=False),
         }
         self.flashpoint: TrainerFlashpoint | None = None
         self._open: TrainerFlashpoint | None = None  # the same, until it is closed
@@ -223,7 +216,7 @@ def resume_path(
     version = callback.open(trainer).find(wanted, may_fall_back=fallback is not None)
     if version is None:
         then = "training starts anew" if fallback is None else f"on from {os.fspath(fallback)}"
-        announce(_log, trainer.global_rank, "no checkpoint to go on from in %s: %s", callback.base, then)
+        announce(_log, trainer.global_rank, "no version in %s: %s", callback.base, then)
         return fallback
     return str(version)
 

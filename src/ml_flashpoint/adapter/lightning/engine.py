@@ -147,7 +147,7 @@ class TrainerFlashpoint(Flashpoint):
         except NothingLoadableError as error:
             if not may_fall_back:
                 raise
-            _log.error("falling back, and what is in memory will be overwritten: %s", error)
+            _log.error("calling the fallback; later saves will overwrite the versions in memory: %s", error)
         self._checkpointer.go_on_from(None)
         return None
 

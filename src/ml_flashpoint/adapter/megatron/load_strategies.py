@@ -65,13 +65,7 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
             LoadError: another rank could not load. The tensors may be partly loaded.
             Exception: this rank could not, for any reason that megatron-core or the reader gives.
         """
-        another = LoadError(
-            "another rank could not load it",
-            rank=rank_group().rank,
-            path=str(checkpoint_dir),
-            hint="its own error says why; discard() the version on all ranks and recover an older one",
-        )
-        return rank_group().together(lambda: self._load(sharded_state_dict, checkpoint_dir), another)
+        return rank_group().together(lambda: self._load(sharded_state_dict, checkpoint_dir), LoadError, "loading")
 
     def _load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         reader = self._reader(checkpoint_dir)

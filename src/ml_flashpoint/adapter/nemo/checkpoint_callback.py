@@ -110,7 +110,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         flight are committed and copied, and the newest version persisted."""
         io = self._end()
         if io is not None and isinstance(exception, SIGTERMException):
-            io.engine.finish(io.grace_s)
+            io.engine.finish(io.engine.config.sigterm_grace_s or 0.0)
 
     def _end(self) -> MLFlashpointCheckpointIO | None:
         io, self._io = self._io, None

@@ -50,7 +50,6 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
         trainer: whose context is saved.
         async_save: return requests for what is left to do after staging, instead of doing it.
         always_save_context: save NeMo's context with each version.
-        grace_s: seconds at most that a trainer which ends after SIGTERM waits for saves, and for persisting.
     """
 
     def __init__(
@@ -61,13 +60,11 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
         trainer: Any = None,
         async_save: bool = True,
         always_save_context: bool = False,
-        grace_s: float = 20.0,
     ) -> None:
         self.engine, self.alternate = engine, alternate
         # No child processes: our requests have a queue of their own, and nothing for a process to do.
         self.save_strategy = MLFlashpointMegatronAsyncSaveStrategy(MemoryStorageWriter(engine), child=False)
         self.async_save, self.always_save_context = async_save, always_save_context
-        self.grace_s = grace_s
         self._load_strategy = MLFlashpointMegatronLoadStrategy(checkpoint_loader=engine)
         self._trainer = trainer
         self._checked = False

@@ -21,13 +21,13 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
     MLFlashpointAsyncFinalizableCheckpointIO,
     MLFlashpointCheckpointIO,
 )
-from ml_flashpoint.config import Config, Persist
+from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer, checked_seconds, ignored
+from ml_flashpoint.format.arguments import checked_base, checked_bool, ignored
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
 from ml_flashpoint.format.files import make_private
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.ranks.rank_group import rank_group
-from ml_flashpoint.ranks.retention import Keep
 
 _log = logging.getLogger(__name__)
 
@@ -43,15 +43,10 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
     write_thread_count: int = 1,
     initial_write_buffer_size_bytes: int = 16 << 30,
     *,
-    keep: int | Keep = 1,
-    persist: str | None = None,
-    persist_every: int = 50,
-    persist_keep: int = 3,
-    persist_bytes_per_s: float | None = None,
-    grace_s: float = 20.0,
     use_optimized_save: bool | None = None,
     use_cached_ckpt_structure: bool | None = None,
     use_fully_parallel_wrapper: bool | None = None,
+    **settings: Any,
 ) -> AutoResume | None:
     """Let a trainer save into memory and go on from there. Collective; processes must be set up.
 
@@ -63,10 +58,10 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         async_save: True if saves return when the state is staged.
         default_auto_resume: what to go on from when memory has nothing.
         always_save_context: save NeMo's context with each version, too.
-        keep, persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
-        grace_s: seconds at most that a trainer which ends after SIGTERM waits for saves, and for persisting.
         write_thread_count, initial_write_buffer_size_bytes, use_optimized_save, use_cached_ckpt_structure,
             use_fully_parallel_wrapper: accepted for recipes that pass them, and ignored.
+        settings: ``keep``, ``persist``, ``persist_every``, ``persist_keep``, ``persist_bytes_per_s``, ``grace_s`` and
+            others: see `Config.of`.
 
     Returns:
         What to use in place of ``default_auto_resume``; that itself, if the trainer's callback is not enabled.
@@ -82,47 +77,43 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         use_cached_ckpt_structure=use_cached_ckpt_structure,
         use_fully_parallel_wrapper=use_fully_parallel_wrapper,
     )
-    base = checked_base(flashpoint_base_container, "flashpoint_base_container")
+    base, config = checked_base(flashpoint_base_container, "flashpoint_base_container"), Config.of(**settings)
     checked_bool("async_save", async_save)
     checked_bool("always_save_context", always_save_context)
-    durable = Persist.of(persist, persist_every, persist_keep, persist_bytes_per_s)
-    config = Config(keep=keep, persist=durable)
-    checked_seconds("grace_s", grace_s)
-    checked_integer("write_thread_count", write_thread_count, 1)
-    checked_integer("initial_write_buffer_size_bytes", initial_write_buffer_size_bytes, 1)
-    if default_auto_resume is not None and not isinstance(default_auto_resume, AutoResume):
-        raise InvalidArgumentError(
-            "must be nemo.lightning's AutoResume, or None", argument="default_auto_resume", value=default_auto_resume
+    _check_supported(trainer, default_auto_resume)
+    wrapped = flashpoint_io_of(trainer)
+    if not _has_callback(trainer, base, wrapped):
+        return default_auto_resume
+    if wrapped is None:
+        engine, alternate = Checkpointer(base, config), trainer.strategy.checkpoint_io
+        wrapped = MLFlashpointCheckpointIO(
+            engine, alternate, trainer=trainer, async_save=async_save, always_save_context=always_save_context
         )
-    _check_trainer(trainer)
+        _wrap(trainer, wrapped)
+    return MLFlashpointAutoResume(wrapped.engine, default_auto_resume)
+
+
+def _has_callback(trainer: Any, base: CheckpointContainerId, wrapped: MLFlashpointCheckpointIO | None) -> bool:
+    """Return False if the trainer's callback is not enabled. Raise `InvalidArgumentError` if it, or an earlier wrapper,
+    has another base container."""
     callbacks = [each for each in trainer.callbacks if isinstance(each, MLFlashpointCheckpointCallback)]
     if any(not each.enabled for each in callbacks):
-        return default_auto_resume
+        return False
     if not callbacks:
         _log.warning("the trainer has no MLFlashpointCheckpointCallback: nothing will be saved into memory")
-    wrapped = flashpoint_io_of(trainer)
     used = {each.base: "of the callback" for each in callbacks}
     if wrapped is not None:
         used[wrapped.engine.base] = "with which this trainer was wrapped before"
     for other in used.keys() - {base}:
         text = f"is not that {used[other]}, {other}"
         raise InvalidArgumentError(text, argument="flashpoint_base_container", value=str(base))
-    while isinstance(default_auto_resume, MLFlashpointAutoResume):
-        default_auto_resume = default_auto_resume.default
-    if wrapped is None:
-        wrapped = MLFlashpointCheckpointIO(
-            Checkpointer(base, config),
-            trainer.strategy.checkpoint_io,
-            trainer=trainer,
-            async_save=async_save,
-            always_save_context=always_save_context,
-            grace_s=grace_s,
-        )
-        _wrap(trainer, wrapped)
-    return MLFlashpointAutoResume(wrapped.engine, default_auto_resume)
+    return True
 
 
-def _check_trainer(trainer: Any) -> None:
+def _check_supported(trainer: Any, default_auto_resume: AutoResume | None) -> None:
+    if default_auto_resume is not None and not isinstance(default_auto_resume, AutoResume):
+        text = "must be nemo.lightning's AutoResume, or None"
+        raise InvalidArgumentError(text, argument="default_auto_resume", value=default_auto_resume)
     strategy, why, hint = getattr(trainer, "strategy", None), "", ""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if not isinstance(strategy, MegatronStrategy):
@@ -152,10 +143,13 @@ class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
     """Chooses the newest version in memory; if there is none, it is the user's own `AutoResume`, or none."""
 
     def __init__(self, engine: Checkpointer, default: AutoResume | None = None) -> None:
+        while isinstance(default, MLFlashpointAutoResume):
+            default = default.default
         # What the user's says of itself is arguments here too: NeMo looks at some of it.
         fields = () if default is None else dataclasses.fields(AutoResume)
         super().__init__(**{each.name: getattr(default, each.name) for each in fields})
-        self.engine, self.default = engine, default
+        self.engine = engine
+        self.default: AutoResume | None = default
 
     def setup(self, trainer: Any, model: Any = None) -> None:
         """Tell the trainer where to go on from. Collective."""

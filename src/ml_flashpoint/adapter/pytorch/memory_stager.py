@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.checkpoint import state_dict_saver
 
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.adapter.pytorch.staging import StagedStateDict
+from ml_flashpoint.adapter.pytorch.saves import StagedStateDict
 from ml_flashpoint.format.errors import InvalidArgumentError
 
 HAS_FUTURES = hasattr(state_dict_saver, "AsyncSaveResponse")

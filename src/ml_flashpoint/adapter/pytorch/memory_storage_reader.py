@@ -23,7 +23,6 @@ from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.reader import ObjectReader, VersionReader
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, ObjectNotFoundError
 from ml_flashpoint.format.names import CheckpointContainerId
-from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.state.archive import SafeGlobal, check_bytes, load_archive
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -107,7 +106,10 @@ class MemoryStorageReader(StorageReader):
             raise error
         self._unread = None
         try:
-            reader = self._metadata_reader()
+            reader = self._reader(0)
+            if METADATA_KEY not in reader.layout.by_key:
+                text = "this version was not saved through DCP: it has no DCP metadata"
+                raise LoadError(text, step=checked_version(self._version).step, path=self.checkpoint_id)
             data = bytes(reader.bytes_of(METADATA_KEY))
             metadata = decode_metadata(data, path=reader.path, allowed=self._safe_globals)
         except Exception as error:
@@ -118,18 +120,6 @@ class MemoryStorageReader(StorageReader):
         save_id = getattr(metadata.storage_meta, "save_id", None)
         metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=save_id, load_id=str(uuid.uuid4()))
         return metadata
-
-    def _metadata_reader(self) -> ObjectReader:
-        """Return the object that has the metadata: own, where each rank was a coordinator, or rank 0's."""
-        for rank in dict.fromkeys((rank_group().rank, 0)):
-            try:
-                if METADATA_KEY in (reader := self._reader(rank)).layout.by_key:
-                    return reader
-            except ObjectNotFoundError:
-                if rank == 0:
-                    raise
-        text = "this version was not saved through DCP: it has no DCP metadata"
-        raise LoadError(text, step=checked_version(self._version).step, path=self.checkpoint_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of where the items of a checkpoint are, from its metadata."""

@@ -13,7 +13,6 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,15 +23,22 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, ItemPlace, encode_metadata
-from ml_flashpoint.adapter.pytorch.saves import LocalSaves, Omission, Staged
-from ml_flashpoint.adapter.pytorch.saving_process import RemoteSave, RemoteSaves
+from ml_flashpoint.adapter.pytorch.saves import (
+    LocalSaves,
+    Omission,
+    RemoteSave,
+    RemoteSaves,
+    StagedStateDict,
+    take_read,
+)
 from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.adapter.pytorch.staging import StagedStateDict, TensorLeaves, take_read
+from ml_flashpoint.adapter.pytorch.staging import TensorLeaves
 from ml_flashpoint.copy.collection import collection_paused
 from ml_flashpoint.copy.overlap import LateCopy, Overlap, OverlappingDoor
 from ml_flashpoint.copy.tensors import is_plain_strided, materialized
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
+from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.errors import InvalidArgumentError, NotStagedError, SaveError
 from ml_flashpoint.format.knobs import exit_deadline_s
@@ -43,27 +49,26 @@ from ml_flashpoint.state.plan import item_keys
 _log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class _Call:
-    """A save of DCP's on one thread, from `reset` on. DCP runs the whole of it there, and may run two at once.
+class _Call(threading.local):
+    """A save of DCP's, which runs the whole of it on one thread, and may run two at once.
 
     Attributes:
         id: the checkpoint's. staged: what it reads that was staged. save: the save, once begun.
         own_tensors: names of the tensors in this rank's own plan; None if that stands for a cached one.
     """
 
-    id: str | os.PathLike[str] | None = None
-    staged: Any = None
-    save: Staged | RemoteSave | None = None
-    is_coordinator: bool = False
-    own_tensors: frozenset[str] | None = None
-    save_id: str = field(default_factory=lambda: str(uuid.uuid4()))
-    began: float = field(default_factory=time.perf_counter)
-
-
-class _Thread(threading.local):
     def __init__(self) -> None:
-        self.call = _Call()
+        self.begin(None)
+
+    def begin(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+        """Begin anew."""
+        self.id = checkpoint_id
+        self.staged: Any = None
+        self.save: Save | RemoteSave | None = None
+        self.is_coordinator = False
+        self.own_tensors: frozenset[str] | None = None
+        self.save_id = str(uuid.uuid4())
+        self.began = time.perf_counter()
 
 
 class MemoryStorageWriter(OverlappingDoor, StorageWriter):
@@ -110,7 +115,10 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
                 value=checkpoint_saver,
             )
         saver = checkpoint_saver
-        saves = LocalSaves.of(saver) if isinstance(saver, Checkpointer) else saver.saves
+        if isinstance(saver, Checkpointer):
+            saves = LocalSaves(saver.ranks, lambda base: saver, lambda: saver)
+        else:
+            saves = saver.saves
         self._set_up(saves, by_name(safe_globals), trust_bytes)
         self.saver = checkpoint_saver
 
@@ -118,7 +126,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         self._saves = saves
         self._safe_globals = safe_globals
         self._trust_bytes = trust_bytes
-        self._thread = _Thread()
+        self._call = _Call()
         self._omission = Omission()
         self._overlap = Overlap()
 
@@ -128,10 +136,6 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         super().__init__()
         self._set_up(*state)
-
-    @property
-    def _call(self) -> _Call:
-        return self._thread.call
 
     @property
     def _local(self) -> LocalSaves:
@@ -235,9 +239,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save on the calling thread."""
-        if isinstance(self._saves, LocalSaves):
-            self._saves.await_previous()
-        self._thread.call = _Call(checkpoint_id)
+        self._call.begin(checkpoint_id)
         take_read()  # nothing is read for it yet
 
     @classmethod
@@ -274,7 +276,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Leave the plans as they are. Raise a `SaveError`, through DCP on every rank, if not all ranks save."""
         saves = self._saves
-        if len(plans) > 1 and len(plans) != saves.world_size:
+        if len(plans) != saves.world_size:
             raise SaveError(
                 f"{len(plans)} of the job's {saves.world_size} ranks save, which makes no version",
                 rank=saves.rank,
@@ -292,8 +294,9 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         if call.save is None:
             raise SaveError("write_data comes before reset and storage_meta")
         # Only torch's planner is known to write each tensor under the name of its place and from itself alone.
-        if type(planner) is DefaultSavePlanner and planner.flatten_state_dict and call.own_tensors is not None:
-            call.save.others = call.own_tensors - {item.index.fqn for item in plan.items}
+        is_plain = type(planner) is DefaultSavePlanner and planner.flatten_state_dict
+        if is_plain and call.staged is not None and call.own_tensors is not None:
+            call.staged.others = call.own_tensors - {item.index.fqn for item in plan.items}
         try:
             keys = item_keys(plan.items)
             tensors, byte_items = self.items(plan, planner, keys)
@@ -329,7 +332,8 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
     def _commit(self, call: _Call, extra: Sequence[BytesItem] = ()) -> None:
         assert call.save is not None
         assert call.id is not None
-        call.save.commit(extra)
+        call.save.commit(extra=extra)
+        call.save.committed.result()
         if call.staged is None and isinstance(self._saves, LocalSaves):
             self._saves.note_held(CheckpointContainerId(call.id), time.perf_counter() - call.began)
 

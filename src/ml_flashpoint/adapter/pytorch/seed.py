@@ -14,26 +14,16 @@ from ml_flashpoint.adapter.pytorch.saves import LocalSaves
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.reader import VersionReader
-from ml_flashpoint.engine.save import SaveStats
 from ml_flashpoint.format.arguments import checked_integer, ignored
 from ml_flashpoint.format.errors import InvalidArgumentError, ReplicationError
 from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
+from ml_flashpoint.status import Status
 
 _opened: dict[CheckpointContainerId, tuple[Checkpointer, str]] = {}
 """The checkpointers of this process, with the strategies that were asked for."""
 _lock = threading.Lock()
-
-
-def _forget() -> None:
-    # What a forked child finds is its parent's.
-    global _lock
-    _lock = threading.Lock()
-    _opened.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
 
 
 class CheckpointObjectManager:
@@ -149,9 +139,9 @@ class DefaultMLFlashpointCheckpointSaver:
         )
 
     @property
-    def stats(self) -> SaveStats:
-        """Return counters of what became of the saves of this rank."""
-        return SaveStats() if self._objects.opened is None else self._objects.opened.stats
+    def status(self) -> Status | None:
+        """Status of saving on this rank; None before a base container is open."""
+        return None if self._objects.opened is None else self._objects.opened.status
 
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until all saves that were begun are verified, or have failed. Return True if that was so in time."""

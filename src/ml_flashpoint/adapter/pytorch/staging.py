@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import Shard  # type: ignore[attr-defined]
@@ -18,11 +17,8 @@ from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.cpu import view_identity
 from ml_flashpoint.copy.tensors import is_plain_strided, materialized, storable_name, whole_copy
 from ml_flashpoint.format.errors import NotStagedError
-from ml_flashpoint.state.plan import Structure, Tree
+from ml_flashpoint.state.plan import Tree
 from ml_flashpoint.state.private import ShardedTensor, tree_unflatten
-
-if TYPE_CHECKING:
-    from _collections_abc import dict_items
 
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, tuple})
@@ -45,7 +41,7 @@ class Places:
     """The places of plain tensors in states of one structure: number of the leaf that each is of, and its path, such as
     ``optim.state.0.exp_avg``: DCP's name, when it flattens."""
 
-    structure: Structure
+    structure: object
     numbers: list[int]
     paths: list[str]
 
@@ -90,10 +86,10 @@ class TensorLeaves:
     def places(self) -> Places:
         """The places: the same object as before while nothing but content has changed."""
         tree, before = self._tree, self._before
-        if before is not None and before.numbers == self._numbers and before.structure.is_of(tree):
+        if before is not None and before.numbers == self._numbers and before.structure == tree.structure:
             return before
         paths = _paths(tree)
-        return Places(Structure(tree), self._numbers, [paths[number] for number in self._numbers])
+        return Places(tree.structure, self._numbers, [paths[number] for number in self._numbers])
 
     @property
     def names(self) -> list[str]:
@@ -157,32 +153,3 @@ def _paths(tree: Tree) -> list[str]:
     """Return the place of each leaf. DCP refuses a mapping with two keys that are the same as text."""
     found = {number: ".".join(map(str, path)) for path, number in tree.places().items()}
     return [found.get(number, "") for number in range(len(tree.leaves))]
-
-
-_reading = threading.local()
-
-
-class StagedStateDict(dict[str, Any]):
-    """A state that consists of copies. DCP saves it on a thread of its own, or sends it to another process, and says
-    neither; so the state notes which thread reads it. ``staged`` is a `saves.Staged`, or an `ArrivedState` in another
-    process."""
-
-    def __init__(self, state: dict[str, Any], staged: Any) -> None:
-        super().__init__(state)
-        self.staged = staged
-
-    def items(self) -> dict_items[str, Any]:
-        """Return the items."""
-        _reading.staged = self.staged
-        return super().items()
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        reduced: tuple[Any, ...] = self.staged.sent(dict(self))
-        return reduced
-
-
-def take_read() -> Any:
-    """Return what was staged of the state that the calling thread has read since the last call; None if it was no
-    staged one."""
-    staged, _reading.staged = getattr(_reading, "staged", None), None
-    return staged

@@ -40,7 +40,7 @@ class RayTrainFlashpoint(Flashpoint):
             loader = ray.train.torch.prepare_data_loader(loader)
             with RayTrainFlashpoint(every_n_steps=1) as fp:
                 fp.track(model=model, optimizer=optimizer, loader=loader)
-                step = fp.resume()                              # 0 when fresh
+                step = fp.resume()                              # 0 at a fresh start
                 while step < steps:
                     for batch in fp.batches(loader):
                         ...
@@ -50,22 +50,21 @@ class RayTrainFlashpoint(Flashpoint):
 
         TorchTrainer(train_func, run_config=RunConfig(name="job-145", failure_config=FailureConfig(max_failures=3)))
 
-    The base container is named after the run, so that workers which Ray starts again, on the same nodes or on others,
-    find it; so does a later run of the same name. Construct it on all workers. What it does between steps is
-    `Flashpoint`'s.
+    The base container has the name of the run. Workers that Ray restarts, on the same or on other nodes, resume from
+    it, and so does a later run with the same name. Construct it on all workers. Otherwise it is a `Flashpoint`.
 
-    When Ray says that a node is about to be taken away, the next `step` saves, and waits until other nodes have the
-    copies (and, with ``persist``, until the version is persisted), up to Ray's deadline.
+    When Ray says that a node is about to be taken away, the next `step` saves, and waits until the copies are on other
+    nodes (with ``persist``, until the version is persisted), at most until Ray's deadline.
 
     Args:
-        root: folder of the base containers on each node, best on a tmpfs: an absolute path.
-        ask_every_n_steps: `step` asks Ray at every so many steps whether a node is about to be taken away, for which
-            Ray has all workers meet; 0 for never.
+        root: folder of the base containers on each node: an absolute path on a tmpfs.
+        ask_every_n_steps: interval in which `step` asks Ray if a node is about to be taken away. This is collective. 0:
+            never ask.
         options: see `ml_flashpoint.Flashpoint`.
 
     Raises:
-        InvalidArgumentError: an argument is unusable, or this is no worker of Ray Train.
-        InvalidNameError: the name of the run cannot be that of a folder.
+        InvalidArgumentError: an argument is invalid, or this process is not a worker of Ray Train.
+        InvalidNameError: the name of the run cannot be the name of a folder.
     """
 
     def __init__(

@@ -29,8 +29,8 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 from ml_flashpoint.adapter.accelerate.place import Draws, have_new_workers, watch_draws
-from ml_flashpoint.flashpoint import Flashpoint
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
+from ml_flashpoint.adapter.frameworks import FrameworkFlashpoint
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ _OF_THE_LOOP = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_i
 
 
 def attach(trainer: Trainer, base: str | os.PathLike[str], *, every_n_steps: int = 1, **options: Any) -> Trainer:
-    """Have a Trainer save its state into memory every few steps of the optimizer.
+    """Let a Trainer save its state into memory every few optimizer steps.
 
     ::
 
@@ -57,22 +57,23 @@ def attach(trainer: Trainer, base: str | os.PathLike[str], *, every_n_steps: int
         attach(trainer, "/dev/shm/mlf-jobs/job-145", every_n_steps=1)
         trainer.train(resume_from_checkpoint=resume_path(trainer))
 
-    Saved are model, optimizer, scheduler, scaler, the Trainer's state and that of its callbacks which have one, the
-    loss that is not logged yet, and the random number generators. Of a PEFT model, frozen parameters are left out, as
-    the Trainer does. The Trainer's own checkpoints stay as they are, beside.
+    A save contains model, optimizer, scheduler, scaler, the state of the Trainer and its callbacks, the loss that is
+    not logged yet, and the random number generators. Frozen parameters of a PEFT model are left out, as the Trainer
+    does. The Trainer's own checkpoints keep working.
 
-    What samples and collators draw in the main process is drawn again as it was. Workers (``dataloader_num_workers``)
-    that draw begin with other random numbers after a restart in the midst of an epoch.
+    Random numbers that samples and collators draw in the main process are the same after a restart. Workers
+    (``dataloader_num_workers``) draw different ones after a restart within an epoch.
 
     Args:
-        trainer: any Trainer, before ``train``: plain, with DDP or FSDP2, or a subclass like ``SFTTrainer``.
+        trainer: any Trainer, before ``train``: plain, with DDP or FSDP2, or a subclass such as ``SFTTrainer``.
         base, every_n_steps, options: see `ml_flashpoint.Flashpoint`.
 
     Returns:
         The Trainer.
 
     Raises:
-        InvalidArgumentError: the Trainer has one attached, uses what is not supported, or an argument is unusable.
+        InvalidArgumentError: a Flashpoint is attached already, a feature of the Trainer is not supported, or an
+            argument is invalid.
         FlashpointError: the base container cannot be used.
     """
     if not isinstance(trainer, Trainer):
@@ -92,7 +93,7 @@ def attach(trainer: Trainer, base: str | os.PathLike[str], *, every_n_steps: int
 
 
 def resume_path(trainer: Trainer, fallback: str | bool | None = None) -> str | None:
-    """Return what to go on from, for ``trainer.train(resume_from_checkpoint=...)``. Collective.
+    """Return the path to resume from, for ``trainer.train(resume_from_checkpoint=...)``. Collective.
 
     Args:
         trainer: has a Flashpoint attached.
@@ -117,13 +118,8 @@ def resume_path(trainer: Trainer, fallback: str | bool | None = None) -> str | N
     return path or fallback or None
 
 
-class TrainerFlashpoint(Flashpoint):
+class TrainerFlashpoint(FrameworkFlashpoint):
     """A `Flashpoint` for one ``train()`` of a Trainer."""
-
-    def newest_step(self) -> int | None:
-        """Return the step of the newest version that all ranks can load, which is brought here. Collective."""
-        version = self._checkpointer.newest()
-        return None if version is None else version.step
 
     def begin(self, step: int, *, asked: bool) -> None:
         """Begin to save, after so many steps, where nothing of the base container was loaded. Collective.
@@ -134,11 +130,6 @@ class TrainerFlashpoint(Flashpoint):
         if not asked:
             self._checkpointer.check_usable("resume_path(trainer)", hint="or attach with discard_existing=True")
         self.resume(fallback=lambda: step)
-
-    def step_to(self, step: int) -> None:
-        """Count so many steps as done, and save if a save is due."""
-        self._steps = step - 1
-        self.step()
 
     @property
     def place(self) -> Path:
@@ -200,13 +191,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         """Return the path that stands for the newest version; None if there is none to go on from. Collective."""
         self._have_new()
         self._asked = True
-        try:
-            self.step_found = self.flashpoint.newest_step()
-        except NothingLoadableError as error:
-            if fallback is None:
-                raise
-            _log.error("falling back, and what is in memory will be overwritten: %s", error)
-            self.step_found = None
+        self.step_found = self.flashpoint.newest_step(may_fall_back=fallback is not None)
         if self.step_found is None:
             return None
         self._path = str(self.flashpoint.place)

@@ -222,10 +222,8 @@ class Handle:
         """Delete a key, if its entry has this number; -1: in any case. ``ok`` in the answer: it was."""
 
         def make(whose: Whose, flags: int) -> asked.Delete:
-            # Entries elsewhere have other numbers.
-            return asked.Delete(
-                whose, flags, -1 if flags & BROADCAST else expected
-            )  # entries elsewhere have other numbers
+            expects = -1 if flags & BROADCAST else expected  # entries elsewhere have other numbers
+            return asked.Delete(whose, flags, expects)
 
         return self.change(manager, make, key, deadline=deadline)
 

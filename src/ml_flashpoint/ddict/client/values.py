@@ -323,18 +323,19 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def _parse_tensor_type(text: str) -> tuple[str, tuple[int, ...], int]:
-    """``(dtype, shape, bytes)`` of what `_describe` made. Raises ValueError."""
-    return parse_true_type(text)
-
-
-@lru_cache(maxsize=4096)
-def _parse_array_type(text: str) -> tuple[np.dtype[Any], tuple[int, ...], int]:
-    """``(dtype, shape, bytes)`` of what `_describe` made. Raises ValueError."""
+def _parse(tag: bytes, text: str) -> tuple[Any, tuple[int, ...], int]:
+    """Return dtype, shape and bytes of the type of a tensor or an array. Raises ValueError: it is none."""
+    if tag == b"T":
+        name, shape, nbytes = parse_true_type(text)
+        return torch_dtype(name), shape, nbytes
     name, _, dimensions = text.partition(" ")
     sizes = dimensions.split(",") if dimensions else []
-    if len(sizes) > 64 or not all(size.isascii() and size.isdecimal() and len(size) <= 19 for size in sizes):
-        raise ValueError("not the shape of an array")
+    if (
+        tag != b"A"
+        or len(sizes) > 64
+        or not all(size.isascii() and size.isdecimal() and len(size) <= 19 for size in sizes)
+    ):
+        raise ValueError(f"not the shape of an array: {tag!r}")
     try:
         dtype = np.dtype(name)
     except (TypeError, SyntaxError) as error:  # NumPy parses it
@@ -356,27 +357,6 @@ class _Unpickler(pickle.Unpickler):
 
 def _unpickled(pickled: bytes, parts: Sequence[object]) -> object:
     return _Unpickler(io.BytesIO(pickled), parts).load() if pickled else parts[0]
-
-
-def array_at(buffer: Any, begin: int, nbytes: int, described: str, copy: bool) -> np.ndarray[Any, Any]:
-    """The array whose bytes lie there: a read-only view, or a copy. Raises ValueError: there can be none."""
-    dtype, shape, its_bytes = _parse_array_type(described)
-    if its_bytes != nbytes:
-        raise ValueError("an array of the wrong length")
-    view: np.ndarray[Any, Any] = np.frombuffer(buffer, dtype, math.prod(shape), begin).reshape(shape)
-    array = view.copy() if copy else view
-    array.flags.writeable = copy
-    return array
-
-
-def tensor_at(buffer: Buffer, begin: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor whose bytes lie there, in memory that may be written to: a view."""
-    its = torch_dtype(dtype)
-    if not nbytes:
-        return torch.empty(shape, dtype=its, device="cpu")
-    # From the buffer each, so that its storage is no larger than itself: whoever saves or sends it, saves only that.
-    tensor = torch.frombuffer(buffer, dtype=its, count=nbytes // its.itemsize, offset=begin)
-    return tensor if len(shape) == 1 else tensor.view(shape)
 
 
 def _read(buffer: Buffer, begin: int, end: int, copy: bool, *, inline: bool) -> tuple[bytes, list[object]]:
@@ -401,15 +381,23 @@ def _read(buffer: Buffer, begin: int, end: int, copy: bool, *, inline: bool) -> 
     return pickled, parts
 
 
-def _part(tag: bytes, text: str, buffer: Buffer, begin: int, nbytes: int, copy: bool) -> object:
-    if tag == b"A":
-        return array_at(buffer, begin, nbytes, text, copy)
+def _part(tag: bytes, text: str, buffer: Any, begin: int, nbytes: int, copy: bool) -> object:
+    """Return the part whose bytes lie there: a view, read-only if it is an array, or a copy. Raises ValueError."""
     if tag == b"B":
         return bytes(memoryview(buffer)[begin : begin + nbytes])
-    dtype, shape, its_bytes = _parse_tensor_type(text)
-    if tag != b"T" or its_bytes != nbytes:
-        raise ValueError(f"neither an array nor a tensor of {nbytes} bytes: {tag!r}")
-    tensor = tensor_at(buffer, begin, nbytes, dtype, shape)
+    dtype, shape, its_bytes = _parse(tag, text)
+    if its_bytes != nbytes:
+        raise ValueError(f"of the wrong length: {text}")
+    if tag == b"A":
+        view: np.ndarray[Any, Any] = np.frombuffer(buffer, dtype, math.prod(shape), begin).reshape(shape)
+        array = view.copy() if copy else view
+        array.flags.writeable = copy
+        return array
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    # From the buffer each, so that its storage is no larger than itself: whoever saves or sends it, saves only that.
+    tensor = torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=begin)
+    tensor = tensor if len(shape) == 1 else tensor.view(shape)
     return cpu_clone(tensor) if copy else tensor
 
 

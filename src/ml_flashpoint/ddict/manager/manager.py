@@ -385,7 +385,7 @@ class Manager:
                 if told.restored is not None and (self.parts.has_read or told.keep[0] not in self._kept):
                     entries = self.parts.take(version_of(told.restored))
                     self._kept = {told.keep[0]: _Prepared(told.base, entries)}  # what was here is no more
-                    self.snapshots.forget_after(-1)
+                    self.snapshots.drop(lambda cut: True)
                 self._load(told.epoch, _Cut(told.cut, told.base), told.keep)
                 self._retain(lambda each: each in told.keep or each in told.pinned)
                 self._ready.set()
@@ -454,7 +454,7 @@ class Manager:
             self._kept[told.cut] = _Prepared(told.checkpoint_id, self.shard.cut(told.checkpoint_id))
             self._cut = _Cut(told.cut, told.checkpoint_id)
         if any(each > told.committed for each in self.snapshots.sealed()):
-            self.snapshots.forget_after(told.committed)
+            self.snapshots.drop(lambda cut: cut > told.committed)
 
     def seal(self, told: asked.Seal, deadline: float) -> int:
         """Have verified copies of a prepared cut; returns the number of the snapshot's part."""
@@ -477,7 +477,7 @@ class Manager:
                 self.changed.notify_all()
             self._retain(lambda each: each in told.keep or each in told.pinned or each > told.cut)
         if self.rules.replicated:
-            self.snapshots.retain(told.keep)
+            self.snapshots.drop(lambda cut: cut < told.cut and cut not in told.keep)
 
     def persist(self, told: asked.Persist) -> None:
         """Write this manager's part of a committed cut, durably."""

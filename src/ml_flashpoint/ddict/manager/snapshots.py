@@ -49,7 +49,7 @@ from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
 from ml_flashpoint.ddict.manager.store import HeldPart, PartStore, ValueSlots, is_part, value_id_of
 from ml_flashpoint.ddict.options import check_checkpoint_id, next_number
 from ml_flashpoint.ddict.wire.requests import DropCopies, Hello, Request
-from ml_flashpoint.format.digest import digest_blocks, verify_blocks
+from ml_flashpoint.format.digest import digest_blocks
 from ml_flashpoint.format.errors import (
     DamagedError,
     DeadlineError,
@@ -284,7 +284,7 @@ class Recoverer:
             return None
         record, path = part.record, f"{ref.version}/{part.manifest.object_name}"
         try:
-            verify_blocks(part.data, record.digests, record.block_size, path=path)
+            record.check(part.data, path=path)
         except DamagedError as error:
             _log.warning("manager %d: asking holders, because a part here is damaged: %s", self._rank, error)
             return None
@@ -452,7 +452,7 @@ class Snapshots:
                 f"checkpoint {newest} is sealed already",
                 argument="checkpoint_id",
                 value=checkpoint_id,
-                hint="seal in ascending order, or call forget_after() first",
+                hint="seal in ascending order",
             )
         current = frozenset(entries)
         if checkpoint_id == newest and before.entries == current:
@@ -546,18 +546,8 @@ class Snapshots:
 
     # ---- retention ----------------------------------------------------------------------------------------
 
-    def retain(self, checkpoint_ids: Collection[int]) -> None:
-        """Drop the snapshots older than the newest of these, except these, and what only those needed; here and at the
-        holders. Those above the newest stay: they are on their way to being committed."""
-        wanted = set(checkpoint_ids)
-        newest = max(wanted, default=0)
-        self._drop_snapshots(lambda checkpoint_id: checkpoint_id < newest and checkpoint_id not in wanted)
-
-    def forget_after(self, checkpoint_id: int) -> None:
-        """Drop the snapshots above this checkpoint, which were rolled back, here and at the holders."""
-        self._drop_snapshots(lambda other: other > checkpoint_id)
-
-    def _drop_snapshots(self, is_dropped: Callable[[int], bool]) -> None:
+    def drop(self, is_dropped: Callable[[int], bool]) -> None:
+        """Drop the snapshots of some cuts, and what only those needed; here and at the holders."""
         with self._building:
             self._snapshots = {each: built for each, built in self._snapshots.items() if not is_dropped(each)}
             keep = self._sweep()

@@ -1,9 +1,7 @@
-"""Managers as child processes of the creator: the runtime for one machine.
+"""Managers as processes of the creator: the runtime for one machine.
 
 Owns the managers of one dictionary as seen from its creator: their folder, their processes, of which one thread each
-starts another one when it dies, and their end; and the fork server of this process, which is started when the first
-manager is, and ends with this process. What is forked, and how, is the business of `fork_server`; what managers do is
-that of `manager`.
+starts another one when it dies, and their end. What such a process does is the business of `manager_process`.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import multiprocessing.spawn
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,12 +23,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.runtime.folder import make_folder, remove_unused, runtime_root, sweep
-from ml_flashpoint.ddict.runtime.fork_server import END_GRACE_S, MANAGER_ENTRY, READY
+from ml_flashpoint.ddict.runtime.manager_process import END_GRACE_S, READY
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.format.files import close_in_children
 
@@ -39,26 +36,61 @@ _log = logging.getLogger(__name__)
 
 MOST_DEATHS, DEATHS_WITHIN_S = 5, 10.0
 """A manager that dies more often than this, within so many seconds or before it serves, stays down."""
+START_TIMEOUT_S = 60.0
 
 _RETRY_S = 0.5
-"""Seconds until a manager that could not be forked again is tried once more."""
-_ANSWER_S = 30.0
+"""Seconds until a manager whose process could not be started again is tried once more."""
 _END_S = 30.0
-_MOST_ANSWER = 4096
-# Not `-m`: that would put the current directory first on the path, whatever lies there.
+# A child that leaves the manager to itself: Ray kills the children of an actor that ends, and the last manager is yet
+# to remove the folder then. Not `-m`: that would put the current directory first on the path, whatever lies there.
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from ml_flashpoint.ddict.runtime.fork_server import main; main(int(sys.argv[1]))"
+    "import json, os, sys; os.fork() and os._exit(0); sys.path[:] = json.loads(sys.argv[2]); "
+    "from ml_flashpoint.ddict.runtime.manager_process import main; main(int(sys.argv[1]))"
 )
 
 
 @dataclass(eq=False)
-class Forked:
+class _Process:
     """A manager's process. ``watched``: a descriptor of it, so that no other one that has its id by now is killed."""
 
     pid: int
     control: Connection
     watched: int
+
+    @classmethod
+    def start(cls, environment: Mapping[str, str]) -> _Process:
+        """Start one, which waits for what it is told. Raises `OSError`: it could not."""
+        control, its_control = multiprocessing.Pipe()
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(control)
+            for each in (control, its_control):
+                close_in_children(each)
+            with its_control:
+                its_arguments = [str(its_control.fileno()), json.dumps(sys.path)]
+                done = subprocess.run(
+                    [multiprocessing.spawn.get_executable(), "-c", _PROGRAM, *its_arguments],
+                    pass_fds=[its_control.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,  # until it is standard error
+                    env=environment,
+                    # Signals of the terminal are for the creator: what it leaves behind then ends by itself.
+                    start_new_session=True,
+                )
+            if done.returncode:
+                raise OSError(f"Python ended with exit code {done.returncode}")
+            try:
+                watched = recv_handle(control)
+                undo.callback(os.close, watched)
+                pid = control.recv()
+            except EOFError as error:
+                raise OSError("the process ended at once") from error
+            undo.pop_all()
+        return cls(pid, control, watched)
+
+    def tell(self, what: object) -> None:
+        """Send a message. The end of the process is noticed by listening."""
+        with contextlib.suppress(OSError):
+            self.control.send(what)
 
     def kill(self) -> None:
         """SIGKILL. Not after `reap`."""
@@ -74,126 +106,31 @@ class Forked:
         os.close(self.watched)
 
 
-class ForkServer:
-    """A fork server's process. Thread-safe. Managers that it has forked outlive it."""
-
-    def __init__(self) -> None:
-        self._asking = threading.Lock()
-        self._socket, its_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for each in (self._socket, its_socket):
-            close_in_children(each)
-        with its_socket:
-            its_arguments = [str(its_socket.fileno()), json.dumps(sys.path)]
-            self.process = subprocess.Popen(
-                [multiprocessing.spawn.get_executable(), "-c", _PROGRAM, *its_arguments],
-                pass_fds=[its_socket.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # until it is standard error
-                # Signals of the terminal are for the creator: what it leaves behind then ends by itself.
-                start_new_session=True,
-            )
-        self.pid = self.process.pid
-
-    def fork(self) -> Forked:
-        """Fork a manager, which waits for what it is told."""
-        control, its_control = multiprocessing.Pipe()
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(control)
-            for each in (control, its_control):
-                close_in_children(each)
-            with its_control, self._asking:
-                pid, error = self._ask(its_control)
-            if error:
-                raise OSError(error)
-            watched = os.pidfd_open(pid)
-            undo.callback(os.close, watched)
-            if control.poll(0):  # it has died, and its id may be another's
-                raise OSError("its process ended at once")
-            undo.pop_all()
-        return Forked(pid, control, watched)
-
-    def _ask(self, its_control: Connection) -> tuple[int, str]:
-        try:
-            self._socket.settimeout(_ANSWER_S)
-            socket.send_fds(self._socket, [b"f"], [its_control.fileno()])
-            if answer := self._socket.recv(_MOST_ANSWER):
-                pid, error = json.loads(answer)
-                return int(pid), str(error)
-        except (TimeoutError, ConnectionError):
-            pass
-        self.end()  # if it answers after all, nobody waits for that any more
-        raise ConnectionError(f"the fork server (pid {self.pid}) has ended, or does not answer")
-
-    def is_alive(self) -> bool:
-        """Return True if its process runs."""
-        return self.process.poll() is None
-
-    def end(self) -> None:
-        """Kill it. Idempotent."""
-        self.process.kill()
-        self.process.wait()
-
-
-_lock = threading.Lock()
-_current: ForkServer | None = None
-
-
-def fork_server() -> ForkServer:
-    """This process's fork server, started if there is none."""
-    global _current
-    with _lock:
-        if _current is None or not _current.is_alive():
-            if _current is not None:
-                _log.error("the fork server of the managers (pid %d) has ended; there is another one now", _current.pid)
-            _current = ForkServer()
-        return _current
-
-
-def _fork() -> Forked:
-    try:
-        return fork_server().fork()
-    except ConnectionError:
-        return fork_server().fork()
-
-
-@atexit.register  # after the dictionaries, which are made later than this is imported
-def _end_at_exit() -> None:
-    if _current is not None:
-        _current.end()
-
-
-def _after_fork_in_child() -> None:
-    global _current, _lock
-    _lock = threading.Lock()
-    if _current is not None:
-        _current.process.returncode = 0  # it is not this process's child: there is nothing to wait for, or to end
-    _current = None
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
 class Supervised:
     """A manager, and the thread that looks after it.
 
     Args:
-        told: what it is told (see `fork_server`). Its ``config`` gets what is another one for each process.
+        told: what its process is told (see `manager_process`). The ``config`` gets what is another one for each.
+        environment: of its process.
         changed: held while anything here changes, and notified then.
         restarted: whether there was one before, in another place.
+
+    Attributes:
+        process: while there is one.
+        ready_pid: of its process, while that serves.
+        down: why there is none, and none is started again.
     """
 
-    def __init__(self, told: Mapping[str, Any], changed: threading.Condition, restarted: bool = False) -> None:
+    def __init__(
+        self, told: Mapping[str, Any], environment: Mapping[str, str], changed: threading.Condition, restarted: bool
+    ) -> None:
         self.number = int(told["config"]["manager"])
-        self.process: Forked | None = None
-        """While there is one."""
+        self.process: _Process | None = None
         self.ready_pid: int | None = None
-        """Of its process, while that serves."""
         self.down = ""
-        """Why there is none, and none is started again."""
-        self.error: dict[str, Any] = {}
-        """What it said of why its last process failed, see `Dialect.describe`."""
-        self._told = told
-        self._changed = changed
+        self._error: dict[str, Any] = {}  # what it said of why its last process failed, see `Dialect.describe`
+        self._told, self._environment, self._changed = told, environment, changed
+        self._name = f"manager {self.number} of {told['folder']}"
         self._stopping = threading.Event()
         self._deaths: deque[float] = deque()
         name = f"ddict-supervisor-{self.number}"
@@ -205,7 +142,7 @@ class Supervised:
         with self._changed:
             self._stopping.set()
             if self.process is not None:
-                self._tell(self.process, "stop")
+                self.process.tell("stop")
 
     def join(self, give_up: float) -> None:
         """Wait for its end until then, and kill it if it has not come. Whoever calls this has called `stop`."""
@@ -215,10 +152,35 @@ class Supervised:
                 self.process.kill()
         self._thread.join(_END_S)
 
+    def error(self) -> FlashpointError:
+        """Return the error for a manager that did not start: its own, if that is one of ours."""
+        error = REQUESTS.rebuild(self._error)
+        if not self._error or type(error) is DDictError:
+            hint = "its stderr has the stack trace"
+            error = DDictError(f"a manager did not start: {self.down}", manager=self.number, hint=hint)
+        return error
+
     # ---- the thread ---------------------------------------------------------------------------------------
 
     def _supervise(self, restarted: bool) -> None:
-        while (process := self._start(restarted)) is not None:
+        while not self._stopping.is_set():
+            try:
+                process = _Process.start(self._environment)
+            except (OSError, ValueError) as error:
+                if restarted:
+                    # No death, so it does not count as one: what the system lacks now, it may have whenever others end.
+                    _log.warning("%s could not be started again, and is tried once more: %s", self._name, error)
+                    self._stopping.wait(_RETRY_S)
+                else:
+                    self._give_up(f"its process cannot be made: {error}")
+                continue
+            config = {**self._told["config"], "incarnation": secrets.token_hex(8), "restarted": restarted}
+            process.tell({**self._told, "config": config})
+            with self._changed:
+                self.process, self._error = process, {}
+                if self._stopping.is_set():
+                    process.tell("stop")
+                self._changed.notify_all()
             self._listen(process)
             with self._changed:
                 served, self.process, self.ready_pid = self.ready_pid is not None, None, None
@@ -228,40 +190,7 @@ class Supervised:
             process.reap()
             restarted = True
 
-    def _start(self, restarted: bool) -> Forked | None:
-        """Its next process, which is waited for if it is not the first; None: there is to be none."""
-        while not self._stopping.is_set():
-            try:
-                process = _fork()
-            except (OSError, ValueError) as error:
-                if not restarted:
-                    with self._changed:
-                        self.down = f"its process cannot be made: {error}"
-                        self._changed.notify_all()
-                    break
-                # No death, so it does not count as one: what the system lacks now, it may have whenever others end.
-                _log.warning(
-                    "manager %d of %s could not be forked again, and is tried once more in %g s: %s",
-                    *(self.number, self._told["folder"], _RETRY_S, error),
-                )
-                self._stopping.wait(_RETRY_S)
-                continue
-            config = {**self._told["config"], "incarnation": secrets.token_hex(8), "restarted": restarted}
-            self._tell(process, {**self._told, "config": config})
-            with self._changed:
-                self.process, self.error = process, {}
-                if self._stopping.is_set():
-                    self._tell(process, "stop")
-                self._changed.notify_all()
-            return process
-        return None
-
-    @staticmethod
-    def _tell(process: Forked, what: object) -> None:
-        with contextlib.suppress(OSError):  # its end is noticed by listening
-            process.control.send(what)
-
-    def _listen(self, process: Forked) -> None:
+    def _listen(self, process: _Process) -> None:
         """Hear what a process says, until it ends."""
         with contextlib.suppress(OSError, EOFError):
             while said := process.control.recv():
@@ -269,14 +198,13 @@ class Supervised:
                     if said == READY:
                         self.ready_pid = process.pid
                     else:
-                        self.error = said
+                        self._error = said
                     self._changed.notify_all()
 
     def _note_death(self, pid: int, *, served: bool) -> None:
-        how = f"failed: {self.error['message']}" if self.error else "ended without a word"
+        how = f"failed: {self._error['message']}" if self._error else "ended without a word"
         if not served and not self._deaths:
-            self.down = f"its process {how}"
-            self._stopping.set()
+            self._give_up(f"its process {how}")
             return
         now = time.monotonic()
         self._deaths.append(now)
@@ -284,19 +212,19 @@ class Supervised:
         while served and self._deaths[0] < now - DEATHS_WITHIN_S:
             self._deaths.popleft()
         if len(self._deaths) <= MOST_DEATHS:
-            _log.warning(
-                "manager %d of %s (pid %d) %s and is started again", self.number, self._told["folder"], pid, how
-            )
+            _log.warning("%s (pid %d) %s and is started again", self._name, pid, how)
             return
-        self.down = how
-        self._stopping.set()
+        self._give_up(how)
         _log.error(
-            "manager %d of %s (pid %d) %s, the last of more than %d times within %g s or in a row, and stays down",
-            *(self.number, self._told["folder"], pid, how, MOST_DEATHS, DEATHS_WITHIN_S),
+            "%s (pid %d) %s, the last of more than %d times within %g s or in a row, and stays down",
+            *(self._name, pid, how, MOST_DEATHS, DEATHS_WITHIN_S),
         )
 
-
-START_TIMEOUT_S = 60.0
+    def _give_up(self, why: str) -> None:
+        with self._changed:
+            self.down = why
+            self._stopping.set()
+            self._changed.notify_all()
 
 
 class Runtime:
@@ -329,39 +257,26 @@ class Runtime:
 class EmbeddedRuntime(Runtime):
     """The managers of one dictionary on this machine.
 
-    Making one makes the dictionary's folder, removes those of dictionaries that nobody uses any more, and begins to
-    import the managers' code in the fork server. Managers that die are started again; when this process ends, in
-    whatever way, they end too and the folder goes. Raises `DDictError`: the folder cannot be made; `OSError`: nor the
-    fork server.
-
-    Args:
-        entry: ``module:function`` that a manager process runs, see `fork_server.Entry`.
-        root: folder to make the dictionary's folder in; by default `folder.runtime_root`.
+    Making one makes the dictionary's folder, and removes those of dictionaries that nobody uses any more. Managers that
+    die are started again; when this process ends, in whatever way, they end too and the folder goes. Raises
+    `DDictError`: the folder cannot be made.
     """
 
-    def __init__(self, *, entry: str = MANAGER_ENTRY, root: Path | None = None) -> None:
-        root = runtime_root() if root is None else root
+    def __init__(self) -> None:
+        root = runtime_root()
         sweep(root)
-        self._entry = entry
         self._hold = make_folder(root)
         self.base = self._hold.folder
         self._changed = threading.Condition()
         self._managers: list[Supervised] = []
         super().__init__()
-        try:
-            fork_server()
-        except BaseException:
-            self.stop()
-            raise
 
-    def start(
-        self, configs: Sequence[Mapping[str, Any]], *, timeout_s: float = START_TIMEOUT_S, restarted: bool = False
-    ) -> None:
+    def start(self, configs: Sequence[Mapping[str, Any]], *, restarted: bool = False) -> None:
         """Start a manager for each configuration, and wait until all are ready. To be called once.
 
         Args:
-            configs: one JSON-able dictionary for each ``manager``. It gets ``incarnation`` (16 hex characters, others
-                for every process) and ``restarted`` (bool) added. They travel by socket, so they may hold secrets.
+            configs: those of `Manager`, but for ``incarnation`` and ``restarted``, which they get here. They travel by
+                socket, so they may hold secrets.
             restarted: True if there were managers before these, so that all count as started again.
 
         Raises:
@@ -370,28 +285,23 @@ class EmbeddedRuntime(Runtime):
         """
         if self.is_stopped:
             raise DDictDestroyedError("the managers were stopped, or are those of the parent of this process")
-        told = {
-            "entry": self._entry,
-            "folder": str(self.base),
-            "env": {name: value for name, value in os.environ.items() if name.startswith("FLASHPOINT_")},
-            "cwd": os.getcwd(),
-            "sys_path": sys.path,
-        }
+        told, environment = {"folder": str(self.base), "cwd": os.getcwd()}, dict(os.environ)
 
         def is_settled() -> bool:
             return all(one.ready_pid for one in self._managers) or any(one.down for one in self._managers)
 
         try:
             for config in configs:
-                self._managers.append(Supervised({**told, "config": config}, self._changed, restarted))
+                self._managers.append(Supervised({**told, "config": config}, environment, self._changed, restarted))
             with self._changed:
-                if not self._changed.wait_for(is_settled, timeout_s):
+                if not self._changed.wait_for(is_settled, START_TIMEOUT_S):
                     raise DDictTimeoutError(
-                        f"no start of all managers within {timeout_s} s", hint="managers write their errors to stderr"
+                        f"no start of all managers within {START_TIMEOUT_S} s",
+                        hint="managers write their errors to stderr",
                     )
                 failed = next((one for one in self._managers if one.down), None)
             if failed is not None:
-                raise _error_of(failed)
+                raise failed.error()
         except BaseException:
             self.stop()
             raise
@@ -412,13 +322,3 @@ class EmbeddedRuntime(Runtime):
             self._hold.close()
             if not remove_unused(self.base):
                 _log.error("a manager did not end; its folder stays: %s", self.base)
-
-
-def _error_of(failed: Supervised) -> FlashpointError:
-    """Return what a manager that did not start has raised, if that is one of ours."""
-    error = REQUESTS.rebuild(failed.error)
-    if not failed.error or type(error) is DDictError:
-        error = DDictError(
-            f"a manager did not start: {failed.down}", manager=failed.number, hint="its stderr has the stack trace"
-        )
-    return error

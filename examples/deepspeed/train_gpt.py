@@ -69,7 +69,7 @@ def main() -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "zero_optimization": {"stage": arguments.stage},
     }
-    engine, _, loader, _ = deepspeed.initialize(model=ByteModel(), config=config, training_data=windows())
+    engine, _, loader, _ = deepspeed.initialize(model=ByteModel(), config=config, training_data=list(windows()))
     fp = DeepSpeedFlashpoint(engine, arguments.base, every_n_steps=arguments.every)  # ours
     step = first = fp.resume()  # ours
     if engine.global_rank == 0:

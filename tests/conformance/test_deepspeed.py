@@ -14,12 +14,11 @@ if importlib.util.find_spec("deepspeed") is None:
 import torch.distributed as dist
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.adapter.deepspeed import DeepSpeedFlashpoint
 from ml_flashpoint.state.archive import plain_modes
 from tests.conformance.suite import Conformance, State
 from tests.conformance.test_flashpoint import FlashpointDoor
 from tests.support import forked
-from tests.workers.deepspeed_training import deepspeed, make_engine
+from tests.workers.deepspeed_training import DeepSpeedFlashpoint, deepspeed, make_engine
 
 pytestmark = pytest.mark.slow
 forked.preload("tests.workers.deepspeed_training")

@@ -20,7 +20,7 @@ if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed", allow_module_level=True)
 
 from tests.support import forked
-from tests.support.cluster import REPOSITORY, free_port
+from tests.support.cluster import REPOSITORY, Cluster, free_port
 from tests.support.forked import Team, call_team
 from tests.workers import deepspeed_training as worker
 
@@ -71,31 +71,35 @@ def test_killed_again_and_again(tmpfs: Path, kind: str) -> None:
     live_through(tmpfs, kind, ["rank"] * 10 + ["node"] * 3 + ["rank"] * 10)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.soak)])
-def test_the_example_goes_on(tmpfs: Path, launcher: str) -> None:
-    """Started as a user starts it, cold. DeepSpeed's launcher ends with the first rank that does: a loop starts it."""
-    example = [str(REPOSITORY / "examples" / "deepspeed" / "train_gpt.py"), "--base", str(tmpfs / "job")]
-    example += ["--steps", "24", "--die-at", "14"]
-    ours = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
-    if launcher == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["--max-restarts", "2"]
-    else:
-        command = [
-            sys.executable,
-            "-m",
-            "deepspeed.launcher.runner",
-            "--num_gpus",
-            "2",
-            "--master_port",
-            str(free_port()),
-        ]
-    output = ""
-    for _ in range(1 if launcher == "torchrun" else 2):
-        ended = subprocess.run([*command, *example], env=os.environ | ours, capture_output=True, text=True, timeout=280)
-        output += ended.stdout
-    assert ended.returncode == 0, ended.stderr
+EXAMPLE = REPOSITORY / "examples" / "deepspeed" / "train_gpt.py"
+ON_CPU = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def assert_it_went_on(output: str) -> None:
     assert "starting anew" in output
     assert "rank 0 kills itself" in output
     assert re.search(r"going on from step 1[234]", output)
     assert "step 24: loss" in output
+
+
+def test_the_example_goes_on(tmpfs: Path) -> None:
+    args = ["--base", tmpfs / "job", "--steps", 24, "--die-at", 14]
+    preload = ["tests.workers.deepspeed_training"]
+    with Cluster(
+        tmpfs, EXAMPLE, ranks_per_node=2, args=args, env=ON_CPU, torchrun=True, max_restarts=2, preload=preload
+    ) as cluster:
+        cluster.wait(timeout_s=200)
+        assert_it_went_on(cluster.outputs()[0])
+
+
+@pytest.mark.soak
+def test_the_example_goes_on_under_deepspeeds_launcher(tmpfs: Path) -> None:
+    """Started as a user starts it, cold, and again when the launcher has ended with the first rank that did."""
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
+    command += [str(EXAMPLE), "--base", str(tmpfs / "job"), "--steps", "24", "--die-at", "14"]
+    lives = [
+        subprocess.run(command, env=os.environ | ON_CPU, capture_output=True, text=True, timeout=280) for _ in "ab"
+    ]
+    assert lives[0].returncode
+    assert lives[1].returncode == 0, lives[1].stderr
+    assert_it_went_on("".join(each.stdout for each in lives))

@@ -279,7 +279,9 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "float": st.floats(0, 1e12),
     "str": st.text(max_size=20),
     "int | None": st.none() | st.integers(0, 2**40),
+    "str | None": st.none() | st.text(max_size=20),
     "tuple[int, ...]": st.lists(st.integers(0, 10_000), max_size=4).map(tuple),
+    "tuple[str, ...]": st.lists(st.text(max_size=20), max_size=4).map(tuple),
 }
 
 

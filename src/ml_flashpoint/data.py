@@ -91,7 +91,8 @@ class Epoch:
     Attributes:
         number: from 1 on, over all lives of the job; 0 while there was none.
         position: batches given to the loop. ended: True once the loop was told that there are no more.
-        start: generators and samplers when it began. Empty if other ranks began it.
+        start: generators and samplers when it began, and generators before the first index was drawn (``drawing``): a
+            loop may draw other numbers between the two. Empty if other ranks began it.
         checksum: of the indices of the batches given.
         workers: generators of each worker after its latest of these batches.
         own, generators: states of the loader and of its generators after these batches; None while these can be asked.
@@ -139,6 +140,8 @@ class LoaderState(PlaceInData):
         self._pending: Epoch | None = None
         self._begun_at: int | None = None  # steps done as the newest pass began; None since an epoch was loaded
         self._saves = 0
+        self._is_told = False  # that a pass goes on beside a newer one
+        self._iterator: Any = None  # of the newest pass, where it has the loader's state
 
     # ---- saving and loading -------------------------------------------------------------------------------
 
@@ -155,7 +158,9 @@ class LoaderState(PlaceInData):
         return {**vars(epoch), **more, "own": own, "generators": generators}
 
     def _own_state(self) -> tuple[dict[str, Any] | None, list[torch.Tensor]]:
-        return self.loader.state_dict() if self._stateful else None, [each.get_state() for each in self._generators()]
+        # Torchdata's loader has that of the iterator which was made last, by whomever.
+        has_state = self.loader if self._iterator is None else self._iterator
+        return has_state.state_dict() if self._stateful else None, [each.get_state() for each in self._generators()]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state with the next pass over the loader."""
@@ -169,7 +174,7 @@ class LoaderState(PlaceInData):
         for sampler in self._samplers():
             if pending.set_epoch is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(pending.set_epoch)
-        self._pending, self.epoch, self._begun_at = pending, pending.again(), None
+        self._pending, self.epoch, self._begun_at, self._iterator = pending, pending.again(), None, None
 
     def forget(self) -> None:
         """Undo a `load_state_dict` that was part of a load that failed elsewhere."""
@@ -187,11 +192,12 @@ class LoaderState(PlaceInData):
         for generator, saved in zip(self._generators(), generators or (), strict=False):
             generator.set_state(saved)
 
-    def _capture(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         """Return the state of all generators that indices may be drawn from."""
         return {"rng": capture_rng_state(), "own": [each.get_state() for each in self._generators()]}
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
+        """Put back what `capture` returned."""
         restore_rng_state({**state["rng"], "cuda": []})
         self._put_back(state["own"])
 
@@ -208,8 +214,8 @@ class LoaderState(PlaceInData):
         if self._begun_at is not None and (done != self._begun_at or self.epoch.ended):
             self._pending = None  # training has gone on, or nothing was left of what was loaded
         resumed, before = self._pending is not None, self._pending or self.epoch
-        is_known = self._stateful and before.position > 0  # by the loader's own state
-        goes_on = resumed and before.under_way and (is_known or not self._is_next_epoch(before))
+        is_next = resumed and before.under_way and self._is_next_epoch(before)
+        goes_on = resumed and before.under_way and not is_next
         if goes_on:
             if self.restored is not None:
                 self.restored.put_back(self)
@@ -221,10 +227,16 @@ class LoaderState(PlaceInData):
             epoch, inner, drawn = self._begin_plain(before, goes_on=goes_on)
         else:
             epoch = before.again() if goes_on else Epoch(before.number + 1)
-            if goes_on or (resumed and _is_finished(before.own)):
+            if goes_on or is_next or (resumed and _is_finished(before.own)):
                 self.loader.load_state_dict(before.own)  # somebody may have iterated over it since
                 self._make_quietly()
             inner = iter(self.loader)
+            if is_next:  # the epoch before has nothing left
+                for _ in inner:
+                    pass
+                inner = iter(self.loader)
+            is_torchdatas = type(self.loader).state_dict.__module__.startswith("torchdata.")
+            self._iterator = inner if is_torchdatas and hasattr(inner, "state_dict") else None
         self.epoch, self._begun_at, self.is_looped_over = epoch, done, True
         if through is not None:
             epoch.own, epoch.generators = copy.deepcopy(self._own_state())
@@ -232,14 +244,15 @@ class LoaderState(PlaceInData):
 
     def _is_next_epoch(self, epoch: Epoch) -> bool:
         """Return True if the program has gone on to the next epoch after the last batch of the one before. Raise a
-        `LoadError` if it has set another epoch and no checksum of batches would tell, as where other ranks began it."""
+        `LoadError` if it has set another epoch and no checksum of batches would tell: other ranks began it, or the
+        loader goes on by a state of its own."""
         begun = self._set_epoch()
         if begun == epoch.set_epoch:
             return False
         with contextlib.suppress(TypeError):  # it has no length
             if epoch.position >= len(_source(self.loader, epoch.given)):
                 return True
-        if not epoch.position:
+        if self._stateful or not epoch.position:
             raise LoadError(
                 f"the sampler of {self._name!r} was set to epoch {begun}, and its state is of the midst of epoch"
                 f" {epoch.set_epoch}",
@@ -249,7 +262,7 @@ class LoaderState(PlaceInData):
 
     def _begin_plain(self, before: Epoch, *, goes_on: bool) -> tuple[Epoch, Iterator[Any], deque[int]]:
         """Return the iterator of a loader like this one, whose indices are counted, and whose workers go on."""
-        loader, now = self.loader, self._capture()
+        loader, now = self.loader, self.capture()
         # The rest of an epoch that other ranks have begun has nothing of their generators and workers.
         again = goes_on and bool(before.start)
         if again:
@@ -259,7 +272,7 @@ class LoaderState(PlaceInData):
             given = before.given if goes_on else 0
             epoch = Epoch(before.number + (not goes_on), start={**now, "samplers": samplers}, given=given)
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        indices = _Indices(_source(loader, epoch.given), epoch, self._name)
+        indices = _Indices(_source(loader, epoch.given), epoch, self._name, self)
         counted: Any = object.__new__(type(loader))
         vars(counted).update({**vars(loader), name: indices, "persistent_workers": False})
         if loader.num_workers:
@@ -268,7 +281,7 @@ class LoaderState(PlaceInData):
             vars(counted)["worker_init_fn"] = _GoingOn(loader.worker_init_fn, epoch.workers, epoch.position)
         if not again:
             return epoch, iter(counted), indices.drawn
-        self._restore(epoch.start)
+        self.restore(epoch.start)
         for sampler, saved in zip(self._samplers(), epoch.start["samplers"], strict=False):
             if saved is not None and _has_state(sampler):
                 sampler.load_state_dict(saved)
@@ -276,7 +289,7 @@ class LoaderState(PlaceInData):
             inner = iter(counted)
             indices.skip()
         finally:
-            self._restore(now)
+            self.restore(now)
         return epoch, inner, indices.drawn
 
     def _make_quietly(self) -> None:
@@ -286,11 +299,11 @@ class LoaderState(PlaceInData):
 
         def make_quietly() -> Any:
             del loader._get_iterator
-            now = self._capture()
+            now = self.capture()
             try:
                 return loader._get_iterator()
             finally:
-                self._restore(now)
+                self.restore(now)
 
         loader._get_iterator = make_quietly
 
@@ -316,6 +329,12 @@ class LoaderState(PlaceInData):
                     epoch.workers = epoch.workers or [b""] * workers
                     epoch.workers[epoch.position % workers] = worker
                 epoch.position += 1
+            if self.epoch is not epoch and not self._is_told:
+                self._is_told = True
+                text = (
+                    "a loop over %r goes on beside a newer one, or from before a resume(): a restart goes on with the"
+                )
+                _log.warning(text + " newer one, and the batches of this one are others then", self._name)
             yield batch
         epoch.ended, epoch.own, epoch.generators = True, None, None
         if fetched or not one_for_each:
@@ -360,8 +379,8 @@ class _Indices:
     """The stand-in for a loader's sampler: the same indices, counted, after those of batches that were given already.
     ``drawn`` are checksums after batches that are being fetched."""
 
-    def __init__(self, sampler: Any, epoch: Epoch, name: str) -> None:
-        self._sampler, self._epoch, self._name = sampler, epoch, name
+    def __init__(self, sampler: Any, epoch: Epoch, name: str, generators: LoaderState) -> None:
+        self._sampler, self._epoch, self._name, self._generators = sampler, epoch, name, generators
         self._to_skip, self._checksum = 0, 0
         self._indices: Iterator[Any] = iter(())
         self.drawn: deque[int] = deque()
@@ -379,6 +398,8 @@ class _Indices:
         expected, self._to_skip = self._to_skip, 0
         if not expected:
             return
+        if "drawing" in self._epoch.start:
+            self._generators.restore(self._epoch.start["drawing"])
         given = sum(1 for _ in map(self._count, itertools.islice(self._indices, expected)))
         if (given, self._checksum) != (expected, self._epoch.checksum):
             raise LoadError(
@@ -389,6 +410,8 @@ class _Indices:
 
     def _rest(self) -> Iterator[Any]:
         self.skip()
+        if not self._epoch.position:
+            self._epoch.start = {**self._epoch.start, "drawing": self._generators.capture()}
         for batch in self._indices:
             self._count(batch)
             self.drawn.append(self._checksum)

@@ -29,7 +29,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -132,9 +132,10 @@ class AgreementFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksMissing(Event):
-    """``ranks`` have not answered rank 0 about a save, which is therefore not verified yet. Nothing has failed.
+    """Nothing was heard of ``ranks`` about a save, for ``seconds``. Nothing has failed yet.
 
-    ``seconds``: since the part of rank 0 and its copies are complete.
+    Rank 0 has its part and the copies of it, and the save is not verified. Or, on any rank, the state has a new
+    structure, and the save waits until all ranks have come to it.
     """
 
     ranks: tuple[int, ...]
@@ -463,6 +464,11 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 # ---- lines for people -----------------------------------------------------------------------------------------------
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return the first ranks of some, in words."""
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def announce(logger: logging.Logger, rank: int, text: str, *values: object) -> None:

@@ -123,8 +123,8 @@ class Status:
             case events.AgreementFailed():
                 change = {"agreement_error": error}
             case events.RanksMissing():
-                named = ", ".join(map(str, event.ranks[:8])) + (", ..." if len(event.ranks) > 8 else "")
-                text = f"ranks {named} have not come to the save of step {step}, for {event.seconds:.0f} s"
+                ranks = events.named(event.ranks)
+                text = f"ranks {ranks} have not come to the save of step {step}, for {event.seconds:.0f} s"
                 change = {"agreement_error": text}
             case events.PartPersisted() if self.rank != 0:
                 change = {"persisted": step, "persist_error": None}

@@ -265,6 +265,8 @@ def test_a_damaged_manifest_is_found_and_named(base: Path, command: str, how: st
     assert found["ok"] is False
     (version,) = found["versions"]
     assert [problem["path"] for problem in version["problems"]] == [str(path)]
+    if command == "verify":
+        assert "1 of 4 parts are damaged" in flashpoint("verify", base).stdout
     if command == "ls":
         assert (version["state"], version["complete"]) == ("damaged", False)
         assert version["own_ranks"] == [0, 1]

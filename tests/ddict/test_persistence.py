@@ -668,17 +668,6 @@ def test_a_persister_may_be_null_or_given_by_its_name() -> None:
             Options(persister_class=wrong).named()
 
 
-def test_a_persister_of_ones_own(tmpfs: Path) -> None:
-    class Mine(CheckpointPersister):
-        def open_store(self) -> Files:
-            return Directory(tmpfs / "mine" / self.home)
-
-    with Program(Mine, "ignored") as first:
-        first.persist(1)
-        first.check(1)
-    assert (tmpfs / "mine" / "name").is_dir()
-
-
 def test_files_of_ones_own_have_the_methods_that_the_page_names(tmpfs: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "ddict-persistence.md").read_text()
     named = re.findall(r"^\* `(\w+)`: ", page.partition("## A persister of your own")[2], re.MULTILINE)
@@ -687,7 +676,7 @@ def test_files_of_ones_own_have_the_methods_that_the_page_names(tmpfs: Path) -> 
         def open_store(self) -> Files:
             return kept
 
-    directory = Directory(tmpfs)
+    directory = Directory(tmpfs / "mine")
     kept = type("Kept", (Files,), {name: getattr(directory, name) for name in named})("nowhere://kept")
     with Program(Mine, "ignored") as first:
         first.persist(1, 2, keep=1)

@@ -78,13 +78,13 @@ def test_twenty_kills(tmpfs: Path) -> None:
 
 def test_the_example_goes_on(tmpfs: Path) -> None:
     example = REPOSITORY / "examples" / "torchtitan" / "train.py"
-    args = ["--base", tmpfs / "job", "--folder", tmpfs / "own", "--steps", 24, "--die-at", 14]
+    args = ["--base", tmpfs / "job", "--folder", tmpfs / "own", "--steps", 12, "--die-at", 6]
     with Cluster(
         tmpfs, example, ranks_per_node=2, args=args, torchrun=True, max_restarts=2, preload=warm.TITAN
     ) as cluster:
         cluster.wait(timeout_s=200)
         output = cluster.outputs()[0]
     assert "rank 0 kills itself" in output
-    assert re.search(r"resumed at step 1[34] from memory", output)
+    assert re.search(r"resumed at step [56] from memory", output)
     assert "Training completed" in output
     shutil.rmtree(tmpfs / "own")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -67,6 +67,7 @@ def test_unfreezing_survives_a_crash(tmpfs: Path, crash_at: int) -> None:
 
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "ddp": lambda module: DistributedDataParallel(module, find_unused_parameters=True),
+    "fsdp": lambda module: FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True),
     "fsdp2": lambda module: fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
 }
 

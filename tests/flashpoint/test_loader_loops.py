@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 
 BATCHES, EPOCHS = 6, 3  # of 4 samples each
 FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
@@ -131,6 +131,8 @@ PROGRAMS: dict[str, tuple[Callable[[], Loader], Any, Peek, Peek]] = {
     "torchdata, one ahead": (stateful, one_ahead, nothing, nothing),
     "torchdata, workers, thread ahead": (lambda: stateful(**FORKED), thread_ahead, nothing, nothing),
     "torchdata, peek at the batches": (stateful, None, at_the_batches, nothing),
+    "torchdata, peek in mid-epoch": (stateful, None, nothing, at_the_loader),
+    "torchdata, workers, peek in mid-epoch": (lambda: stateful(**FORKED), None, nothing, at_the_loader),
     "torchdata, own loop": (lambda: with_own_loop(lambda each: (2 * it for it in each), True), None, nothing, nothing),
 }
 
@@ -181,6 +183,74 @@ def test_a_crash_anywhere_changes_nothing(tmpfs: Path, program: str, caplog: pyt
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
+def lives(life: Callable[[Path, int, float | None], Seen], tmpfs: Path, crashes: list[int]) -> tuple[Seen, Seen]:
+    """What an undisturbed job sees, and what one sees that crashes after so many steps, again and again."""
+    undisturbed, together = life(tmpfs / "undisturbed", 1, None), list[Any]()
+    for number, crash_at in enumerate([*crashes, None]):
+        together += life(tmpfs / "job", 1 + number, crash_at)
+    return undisturbed, together
+
+
+@pytest.mark.parametrize("makes", [(plain, plain), (plain, stateful), (stateful, plain)])
+def test_loaders_side_by_side_go_on(tmpfs: Path, makes: tuple[Callable[..., Loader], ...]) -> None:
+    """One draws from the generators between the begin of another's pass and its first batch."""
+
+    def life(base: Path, seed: int, crash_at: float | None) -> Seen:
+        torch.manual_seed(seed)
+        one, other = (make() for make in makes)
+        seen: Seen = []
+        with Flashpoint(base, handle_sigterm=False, strict=True) as fp:
+            step = fp.track(one=one, other=other).resume()
+            while step < EPOCHS * BATCHES:
+                for pair in zip(fp.batches(one), fp.batches(other), strict=True):
+                    seen.append((torch.cat(pair).tolist(), torch.rand(()).item()))
+                    step = fp.step()
+                    fp.wait()
+                    if step == crash_at:
+                        return seen
+        return seen
+
+    undisturbed, together = lives(life, tmpfs, [1, BATCHES, BATCHES + 2])
+    assert together == undisturbed
+
+
+@pytest.mark.parametrize("is_stateful", [False, True])
+def test_a_loop_over_epochs_goes_on(tmpfs: Path, is_stateful: bool) -> None:
+    def make() -> Loader:
+        sampler = DistributedSampler(Numbers(), 1, 0, seed=4)
+        if not is_stateful:
+            return DataLoader(Numbers(), batch_size=4, sampler=sampler)
+        module = pytest.importorskip("torchdata.stateful_dataloader")
+        made: Loader = module.StatefulDataLoader(Numbers(), batch_size=4, sampler=sampler)
+        return made
+
+    def life(base: Path, seed: int, crash_at: float | None) -> Seen:
+        torch.manual_seed(seed)
+        loader = make()
+        seen: Seen = []
+        with Flashpoint(base, handle_sigterm=False, strict=True) as fp:
+            step = fp.track(loader=loader).resume()
+            for epoch in range(step // len(loader), EPOCHS):
+                loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+                for batch in fp.batches(loader):
+                    seen.append((batch.tolist(), torch.rand(()).item()))
+                    step = fp.step()
+                    fp.wait()
+                    if step == crash_at:
+                        return seen
+        return seen
+
+    undisturbed, together = lives(life, tmpfs, [2, BATCHES, BATCHES + 2, 2 * BATCHES])
+    assert together == undisturbed
+    life(tmpfs / "other", 1, BATCHES + 2)
+    loader = make()
+    with Flashpoint(tmpfs / "other", handle_sigterm=False) as fp:
+        fp.track(loader=loader).resume()
+        loader.sampler.set_epoch(0)  # type: ignore[attr-defined]
+        with pytest.raises(LoadError, match=r"set_epoch|set to epoch 0"):
+            next(iter(fp.batches(loader)))
+
+
 # ---- loops that a restart changes ------------------------------------------------------------------------------
 
 
@@ -196,11 +266,36 @@ def every_other(fp: Flashpoint, loader: Loader) -> None:
         fp.wait()
 
 
+def two_at_a_time(fp: Flashpoint, loader: Loader) -> None:
+    for _ in zip(fp.batches(loader), fp.batches(loader), strict=True):
+        fp.step()
+        fp.wait()
+
+
+def one_within_the_other(fp: Flashpoint, loader: Loader) -> None:
+    for _ in fp.batches(loader):
+        next(iter(fp.batches(loader)))
+        fp.step()
+        fp.wait()
+
+
+def over_a_resume(fp: Flashpoint, loader: Loader) -> None:
+    for number, _ in enumerate(fp.batches(loader), 1):
+        fp.step()
+        fp.wait()
+        if number == 2:
+            fp.resume()
+
+
 @pytest.mark.parametrize(
     ("loop", "make", "message"),
     [
         (past_the_batches, plain, "nobody loops over fp.batches"),
         (every_other, plain, "through= has not given one batch for each"),
+        (two_at_a_time, plain, "a loop over 'loader' goes on beside a newer one"),
+        (two_at_a_time, stateful, "a loop over 'loader' goes on beside a newer one"),
+        (one_within_the_other, plain, "a loop over 'loader' goes on beside a newer one"),
+        (over_a_resume, plain, "a loop over 'loader' goes on .* from before a resume"),
     ],
 )
 def test_a_loop_that_a_restart_changes_is_told_so_once(

@@ -374,5 +374,40 @@ def flattened(report: Callable[..., None], rank: int, names: tuple[str, ...]) ->
         assert torch.equal(saved.optimizer.state[one]["exp_avg"], restored.optimizer.state[other]["exp_avg"])
 
 
+def flattened_with_groups(report: Callable[..., None], rank: int, use_orig_params: bool) -> None:
+    torch.set_num_threads(1)
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = FullyShardedDataParallel(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
+            device_id=torch.device("cpu"),
+            use_orig_params=use_orig_params,
+        )
+        groups: list[dict[str, Any]] = [{"params": []}, {"params": list(model.parameters())}, {"params": []}]
+        return model, torch.optim.AdamW(groups)
+
+    model, optimizer = build()
+    for number, group in enumerate(optimizer.param_groups):
+        group.update(lr=0.1 * (number + 1), betas=(0.5, 0.5), of_a_schedule=number)
+    model(torch.ones(3, 4)).square().sum().backward()
+    optimizer.step()
+    save(team_base(), model=model, optimizer=optimizer)
+    fresh, restored = build()
+    assert resumed(team_base(), model=fresh, optimizer=restored) == 1
+    for one, other in zip(optimizer.param_groups, restored.param_groups, strict=True):
+        assert {**one, "params": 0} == {**other, "params": 0}
+        assert len(one["params"]) == len(other["params"])
+    for each, its in ((model, optimizer), (fresh, restored)):
+        each.zero_grad()
+        each(torch.ones(3, 4)).square().sum().backward()
+        its.step()
+    assert all(map(torch.equal, model.parameters(), fresh.parameters()))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_empty_groups_of_parameters_that_fsdp_has_flattened(tmpfs: Path, use_orig_params: bool) -> None:
+    call_team(flattened_with_groups, tmpfs, 2, use_orig_params)
+
+
 def test_an_optimizer_of_several_modules_that_fsdp_has_flattened(tmpfs: Path) -> None:
     call_team(flattened, tmpfs, 2, ("one", "other"))

@@ -67,6 +67,20 @@ def test_openings_of_one_process_share_the_lock_and_forked_children_have_none(tm
     os.close(tell)
 
 
+def test_a_lock_that_the_process_has_lost_is_taken_again_or_missed(tmpfs: Path) -> None:
+    """POSIX ends it as any code of the process closes the file, such as what copies the folder."""
+    lock = JobLock(tmpfs, "job", 0)
+    (tmpfs / ".flashpoint/job").read_bytes()
+    with Child(stay, str(tmpfs), "another") as other:
+        other.next_report("open")
+        with pytest.raises(JobInUseError, match=f"process {other.pid} on"):
+            lock.check()
+        other.say("end")
+        assert other.result() == "ended"
+    lock.check()
+    assert refused(tmpfs, os.getpid())
+
+
 def end_slowly(report: Report, base: str) -> None:
     """Let the main thread end as if the process had been killed and its memory took long to be freed."""
     JobLock(Path(base), "job", 0)

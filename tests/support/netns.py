@@ -33,6 +33,12 @@ class Side:
         closed."""
         _ip("-n", self.namespace, "link", "set", self.interface, "down")
 
+    def throttle(self, rate: str | None) -> None:
+        """Let so much a second leave by this end, as ``300kbit``; None for all. Needs `tc`."""
+        how = ["replace", "dev", self.interface, "root", "tbf", "rate", str(rate), "burst", "16kb", "latency", "1s"]
+        command = ["tc", "qdisc", *(["del", "dev", self.interface, "root"] if rate is None else how)]
+        subprocess.run(self.command(command), check=True, capture_output=True, timeout=_TIMEOUT_S)
+
 
 @contextlib.contextmanager
 def two_namespaces() -> Iterator[tuple[Side, Side]]:

@@ -70,7 +70,7 @@ def whole_copy(tensor: torch.Tensor, path: str) -> torch.Tensor:
     itself nor names its inner tensors; and see :func:`check_storable`."""
     check_storable(tensor, path)
     try:
-        return _copied_whole(tensor)
+        return copied_whole(tensor)
     except Exception as error:  # of whatever kind a class raises
         raise SaveError(
             f"the tensor {path!r}, a {type(tensor).__name__}, cannot be copied: {type(error).__name__}: {error}",
@@ -78,12 +78,16 @@ def whole_copy(tensor: torch.Tensor, path: str) -> torch.Tensor:
         ) from error
 
 
-def _copied_whole(tensor: torch.Tensor) -> torch.Tensor:
+def copied_whole(tensor: torch.Tensor, *, stays: bool = False) -> torch.Tensor:
+    """Return a copy as the tensor's class makes it, or one of its inner tensors where the class makes none.
+
+    It is on the CPU: it is pickled later, by another thread, for which the device works in another order. ``stays``: it
+    is on the tensor's device, and the caller waits for that.
+    """
     flattens = hasattr(tensor, "__tensor_flatten__") and hasattr(tensor, "__tensor_unflatten__")
     try:
         detached = tensor.detach()
-        # Not on a device: it is pickled later, by another thread, for which the device works in another order.
-        copied = detached.clone() if tensor.device.type in ("cpu", "meta") else detached.cpu()
+        copied = detached.clone() if stays or tensor.device.type in ("cpu", "meta") else detached.cpu()
         if type(copied) is type(tensor) or not flattens:
             return copied
     except (NotImplementedError, TypeError):  # torch raises the latter where a class has no answer to an operation
@@ -92,6 +96,9 @@ def _copied_whole(tensor: torch.Tensor) -> torch.Tensor:
     made_of: Any = tensor
     names, context = made_of.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names}  # a DTensor names its mesh, too
-    inner = {name: _copied_whole(each) if isinstance(each, torch.Tensor) else each for name, each in inner.items()}
+    inner = {
+        name: copied_whole(each, stays=stays) if isinstance(each, torch.Tensor) else each
+        for name, each in inner.items()
+    }
     rebuilt: torch.Tensor = made_of.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
     return rebuilt

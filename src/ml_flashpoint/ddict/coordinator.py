@@ -138,14 +138,9 @@ class Coordinator:
         apart: bool = False,
         heard: Callable[[int], None] = lambda manager: None,
     ) -> list[Fields]:
-        """Ask managers, all at once. Return their answers, or raise the first error once all have answered.
-
-        Args:
-            requests: by manager.
-            deadline: by ``time.monotonic()``.
-            apart: by threads of its own, as it takes long, and commits must not wait for it.
-            heard: called with each manager that has answered.
-        """
+        """Ask managers, all at once. Return their answers, or raise the first error once all have answered. ``apart``:
+        by threads of its own, as it takes long, and commits must not wait for it. ``heard``: called with each manager
+        that has answered."""
         until = time.monotonic() + _CALL_S if deadline is None else max(deadline, time.monotonic() + 0.05)
 
         def ask(manager: int, request: Request) -> Fields:

@@ -198,9 +198,6 @@ class Links:
         manager is away.
 
         Args:
-            manager: its number.
-            action: makes the requests. The manager is told how much time it has.
-            deadline: until when to try.
             again: True if requests may be carried out twice: the connection can break after the manager has.
             before: called before each try. May raise.
             on_break: called when a connection broke before the answer, and before anything else is asked: the request
@@ -208,8 +205,7 @@ class Links:
             on_refusal: called with what the manager, or ``action``, refused with. Raises, unless to begin anew.
 
         Raises:
-            DDictManagerLostError: it was away all the time.
-            DDictTimeoutError: it did not answer in time.
+            DDictManagerLostError, DDictTimeoutError: it was away all the time; it did not answer in time.
             FlashpointError: what it refused with.
         """
         pause = _FIRST_PAUSE_S

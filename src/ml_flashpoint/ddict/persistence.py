@@ -63,14 +63,7 @@ Checkpoints = dict[int, Version]
 
 
 def write_part(store: DurableVersions, version: Version, manager: int, items: Sequence[tuple[str, Buffer]]) -> None:
-    """Write one manager's part of a checkpoint, durably: one safetensors file, and its manifest.
-
-    Args:
-        store: where to.
-        version: that the part is of.
-        manager: number of the manager.
-        items: distinct names, and contiguous buffers that do not change meanwhile.
-    """
+    """Write one manager's part of a checkpoint, durably: a safetensors file with these items, and its manifest."""
     views = [as_octets(buffer) for _, buffer in items]
     layout = plan_layout([], [(name, len(view)) for (name, _), view in zip(items, views, strict=True)], reserve=0)
     chunks = [memoryview(encode_header(layout, layout.size, {"flashpoint": "dictionary"})), *views]
@@ -226,16 +219,9 @@ class History:
         return version_of({"step": checkpoint_id, "save_id": save.text, "world_size": self._persister.managers})
 
     def complete(self, version: Version, keep: int, is_off: Callable[[], bool]) -> None:
-        """Have a checkpoint count, after all managers have written their parts.
-
-        Args:
-            version: of the attempt.
-            keep: how many of the newest stay; -1 or 0: all.
-            is_off: returns true if the checkpoint was rolled back, or the dictionary has ended: then it does not count.
-
-        Raises:
-            FlashpointError: a part is not there, or the store failed: nothing has changed. See `remove_failed`.
-        """
+        """Have a checkpoint count, after all managers have written their parts, and the newest ``keep`` (-1 or 0: all).
+        Unless ``is_off()``: it was rolled back, or the dictionary has ended. Raises `FlashpointError`: a part is not
+        there, or the store failed: nothing has changed; see `remove_failed`."""
         self.store.complete(version.save, version.world_size)
         with self._writing() as limit:
             if is_off():

@@ -267,7 +267,7 @@ class Board:
         self._late_s *= 2
         if missing:
             step = None if save is None else save.step
-            named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            named = events.named(missing)
             text = "step %s is not verified: for %.0f s, nothing was heard of rank %s"
             _log.warning(text, step, seconds, named)
             self._emit(events.RanksMissing, step=step, ranks=tuple(missing), seconds=seconds)

@@ -146,7 +146,7 @@ class Checkpointer:
         stack.callback(self._copies.close)
         self._store = open_store(ranks)
         stack.callback(self._store.close)
-        self.replicas = Replicas(ranks.rank, ranks.world_size, self._store)
+        self.replicas = Replicas(ranks.rank, ranks.world_size, self._store, self._emit)
         persist = self.config.persist
         self._recovery = Recovery(
             ranks,

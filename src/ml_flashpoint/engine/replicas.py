@@ -29,8 +29,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
 
+from ml_flashpoint import events
 from ml_flashpoint.engine.store import JobStore, SignedStore
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, SaveError, UnreadableError
+from ml_flashpoint.format.knobs import late_s
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.state.replicas import Replica, written_by
 
@@ -64,7 +66,9 @@ _UNKNOWN = ("", "")
 
 
 class _NotYetError(UnreadableError):
-    """The ranks have not agreed yet."""
+    """The ranks have not agreed yet. ``missing`` are those that have not come to the save."""
+
+    missing: tuple[int, ...] = ()
 
 
 class Replicas:
@@ -73,10 +77,13 @@ class Replicas:
     Args:
         rank, ranks: this rank, and how many there are.
         store: the job's store.
+        emit: `events.emit`, bound to a rank and base.
     """
 
-    def __init__(self, rank: int, ranks: int, store: JobStore) -> None:
-        self._rank, self._ranks, self._store = rank, ranks, store
+    def __init__(
+        self, rank: int, ranks: int, store: JobStore, emit: Callable[..., None] = lambda kind, step, **fields: None
+    ) -> None:
+        self._rank, self._ranks, self._store, self._emit = rank, ranks, store, emit
         self._calls = threading.Lock()  # of the client: its calls are short
         self._client: SignedStore | None = None
         self._has_failed = False
@@ -103,7 +110,8 @@ class Replicas:
         share: Callable[[Table], bytes] | None = None,
     ) -> Table:
         """Return the table that this rank writes a save by. Waits only where this rank's structure has changed, and
-        where that was in vain, saves of this structure fail without waiting until the ranks have agreed.
+        where that was in vain, saves of this structure fail without waiting until the ranks have agreed. Names the
+        ranks that have not come after ``FLASHPOINT_LATE_S``, and again less and less often.
 
         Args:
             kind: digest of the replicated ``items``, the same on ranks that have the same.
@@ -123,7 +131,8 @@ class Replicas:
             if self._table is not None:
                 return self._table
         try:
-            table = _polled(lambda: self._adopt(save), 0.0 if own == self._given_up else deadline_s)
+            missing = partial(self._report_missing, save)
+            table = _polled(lambda: self._adopt(save), 0.0 if own == self._given_up else deadline_s, missing)
         except UnreadableError as error:
             self._given_up = own
             raise DeadlineError(
@@ -134,6 +143,11 @@ class Replicas:
             ) from error
         self._given_up = None
         return table
+
+    def _report_missing(self, save: SaveId, ranks: Sequence[int], seconds: float) -> None:
+        text = "step %d is not saved: its state is of a new structure, and for %.0f s, nothing was heard of rank %s"
+        _log.warning(text, save.step, seconds, events.named(ranks))
+        self._emit(events.RanksMissing, save.step, ranks=tuple(ranks), seconds=seconds)
 
     def pass_over(self, save: SaveId) -> None:
         """Note that this rank has come to a save, and could not read its state: other ranks do not wait for it, if they
@@ -237,13 +251,14 @@ class Replicas:
             self._publish_entry(store)
             keys = [f"entry/{rank}" for rank in range(self._ranks)]
             blobs = store.multi_get(keys) if store.plain.check(keys) else [store.get(key) for key in keys]
-            if b"" in blobs:
-                raise _NotYetError(f"rank {blobs.index(b'')} has not saved")
-            entries = list(map(json.loads, blobs))
-            for rank, (*_, run, step) in enumerate(entries):
-                if save is not None and (run, step) < save:
-                    raise _NotYetError(f"rank {rank} has come to step {step}")
-            structures = [(kind, plan) for kind, plan, *_ in entries]
+            entries = {rank: json.loads(blob) for rank, blob in enumerate(blobs) if blob}
+            behind = {rank: entry for rank, entry in entries.items() if save is not None and tuple(entry[2:]) < save}
+            if missing := [rank for rank in range(self._ranks) if rank in behind or rank not in entries]:
+                told = f"come to step {behind[missing[0]][3]}" if missing[0] in behind else "not saved"
+                error = _NotYetError(f"rank {missing[0]} has {told}")
+                error.missing = tuple(missing)
+                raise error
+            structures = [(kind, plan) for kind, plan, *_ in entries.values()]
             if _UNKNOWN in structures:
                 rank = structures.index(_UNKNOWN)
                 raise SaveError("a rank could not read its state; its log says why", step=save and save.step, rank=rank)
@@ -302,14 +317,22 @@ def _get_large(store: SignedStore, key: str, if_none: str) -> bytes:
     return zlib.decompress(b"".join(pieces))
 
 
-def _polled(call: Callable[[], _T], deadline_s: float) -> _T:
+def _polled(
+    call: Callable[[], _T],
+    deadline_s: float,
+    report_missing: Callable[[Sequence[int], float], None] = lambda ranks, seconds: None,
+) -> _T:
     """Return the result of a call once it raises no `UnreadableError` any more, or raise that at the deadline."""
-    until, pause_s = time.monotonic() + deadline_s, _FIRST_PAUSE_S
+    began, pause_s, silence_s = time.monotonic(), _FIRST_PAUSE_S, late_s()
     while True:
         try:
             return call()
-        except UnreadableError:
-            if time.monotonic() >= until:
+        except UnreadableError as error:
+            waited_s = time.monotonic() - began
+            if waited_s >= deadline_s:
                 raise
+            if waited_s >= silence_s and isinstance(error, _NotYetError) and error.missing:
+                report_missing(error.missing, silence_s)
+                silence_s *= 2
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -43,7 +43,8 @@ collective_deadline_s = partial(_seconds, "FLASHPOINT_COLLECTIVE_DEADLINE_S", 60
 """Seconds that a rank waits for the others when they recover or agree."""
 
 late_s = partial(_seconds, "FLASHPOINT_LATE_S", 10.0)
-"""Seconds that rank 0 waits for the answers to a round before it names the ranks that are missing."""
+"""Seconds that rank 0 waits for the answers to a round, and any rank for agreement on a new structure, before it names
+the ranks that are missing."""
 
 recovery_deadline_s = partial(_seconds, "FLASHPOINT_RECOVERY_DEADLINE_S", 60.0)
 """Seconds for which what cannot be read just now is tried again, before an older version is taken or none."""

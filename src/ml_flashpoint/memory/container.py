@@ -486,10 +486,20 @@ class JobLock:
         raise AssertionError
 
     def check(self) -> None:
-        """Raise a `JobInUseError` if somebody has removed the base container: a folder at its path is another job's."""
+        """Take the lock again if this process has lost it: POSIX ends the lock as any code of the process closes the
+        file, as a copy of the folder does.
+
+        Raises:
+            JobInUseError: another job has the lock by now; or somebody has removed the base container, and a folder at
+                its path is another job's.
+        """
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             status = os.stat(self._path, follow_symlinks=False)
             if (status.st_dev, status.st_ino) == self._file:
+                with _mutex:
+                    pid = None if self._held is None else _lock(self._held.descriptor, self._byte)
+                if pid is not None and pid >= 0:  # others that only look, or begin, have it for a moment
+                    raise _in_use(self.base, pid)
                 return
         raise JobInUseError(
             "this base container was removed while the job had it open",

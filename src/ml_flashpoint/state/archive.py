@@ -41,7 +41,7 @@ import torch
 from numpy.lib.format import descr_to_dtype
 from torch.torch_version import TorchVersion
 
-from ml_flashpoint.copy.tensors import is_plain_strided
+from ml_flashpoint.copy.tensors import copied_whole, is_plain_strided
 from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,
@@ -204,7 +204,7 @@ def packed(value: Any, name: str) -> PackedState:
 def _copied(value: Any) -> tuple[Any, set[torch.device]]:
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     known: dict[int, Any] = {
-        id(each): each.detach().clone().requires_grad_(each.requires_grad)
+        id(each): copied_whole(each, stays=True).requires_grad_(each.requires_grad)
         for each in tensors
         if each.grad_fn is not None or not is_plain_strided(each)  # of which torch makes no deep copies
     }

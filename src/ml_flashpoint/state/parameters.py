@@ -199,8 +199,9 @@ class OptimizerState:
             # torch's pytree takes tables of other types for leaves.
             state = {names[number]: dict(values) for number, values in own["state"].items()}
             groups = [{**each, "params": [names[number] for number in each["params"]]} for each in own["param_groups"]]
-        elif self.optimizer.state:
-            state, groups = _by_torch(root, self.optimizer)
+        elif _any_rank_has_state(root, self.optimizer):
+            with _not_made(self.optimizer):
+                state, groups = _by_torch(root, self.optimizer)
         else:
             return None  # torch would have it take a step
         # DCP reads an item an option. The names of parameters are a new list at each save: nothing to copy.
@@ -352,9 +353,17 @@ class OptimizerState:
         state, parameters = self.optimizer.state, self._parameters
         names = dict.fromkeys([*loaded, *self._absent, *(n for n, each in parameters.items() if each not in state)])
         filled = {name: {**self._absent.get(name, {}), **loaded.get(name, {})} for name in names}
-        complete: Any = {"state": filled, "param_groups": groups}
-        with plain_modes(), _not_frozen(parameters[name] for name in filled if name in parameters):
-            set_optimizer_state_dict(root, self.optimizer, complete)
+        complete: Any = {"state": filled, "param_groups": [group for group in groups if group["params"]]}
+        options, own = self._groups(groups), self.optimizer.param_groups
+        self.optimizer.param_groups = [group for group in own if group["params"]]  # torch loses others, or refuses them
+        try:
+            with plain_modes(), _not_frozen(parameters[name] for name in filled if name in parameters):
+                set_optimizer_state_dict(root, self.optimizer, complete)
+        finally:
+            made = iter(self.optimizer.param_groups)
+            self.optimizer.param_groups = [next(made) if group["params"] else group for group in own]
+        for group, saved in zip(self.optimizer.param_groups, options, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
         for name in filled.keys() & parameters.keys():
             held = self.optimizer.state[parameters[name]]
             for key in self._absent.get(name, {}):
@@ -407,6 +416,29 @@ def _not_frozen(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for parameter in without:
             parameter.requires_grad_(False)
+
+
+def _any_rank_has_state(root: nn.Module, optimizer: Optimizer) -> bool:
+    """Return True if the optimizer has state on a rank that FSDP shares the parameters with: collective, as what then
+    reads the state is. A rank has none of its own if all that it has of the parameters is frozen."""
+    part = next(each for each in root.modules() if isinstance(each, FullyShardedDataParallel))
+    has_state = torch.tensor([bool(optimizer.state)], dtype=torch.int64, device=part.compute_device)
+    dist.all_reduce(has_state, dist.ReduceOp.MAX, group=part.process_group)
+    return bool(has_state.item())
+
+
+@contextlib.contextmanager
+def _not_made(optimizer: Optimizer) -> Iterator[None]:
+    """Have torch make no state for an optimizer without any: it makes none where there are gradients."""
+    parameters = parameters_of(optimizer)
+    if optimizer.state or not parameters or any(each.grad is not None for each in parameters):
+        yield
+        return
+    parameters[0].grad = torch.zeros_like(parameters[0])
+    try:
+        yield
+    finally:
+        parameters[0].grad = None
 
 
 def _by_torch(root: nn.Module, optimizer: Optimizer) -> tuple[dict[str, _State], list[_State]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 
+from ml_flashpoint.adapter.megatron import releases
+from tests.support.cluster import REPOSITORY
 from tests.support.megatron import Door, without_cuda
 from tests.support.megatron_states import Layout, assert_same_state, plain, sharded_state
 
@@ -98,3 +102,13 @@ def test_a_request_goes_into_other_queues(door: Door) -> None:
     assert scheduled.execute_finalize_fns(validate_matching_call_idx=True) == 7
     assert (ended, door.save_strategy.last_error) == (["after"], None)
     assert door.latest() == 1
+
+
+def test_a_release_that_is_newer_than_those_tested_is_warned_of() -> None:
+    (bound,) = re.findall(r'"megatron-core>=0\.13,<([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text())
+    with pytest.warns(RuntimeWarning, match=f"megatron-core<{re.escape(bound)}"):
+        releases.warn_if_untested(f"{bound}.0rc1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tested in ("0.13.0rc2", "0.16.1", "0.19.2"):
+            releases.warn_if_untested(tested)

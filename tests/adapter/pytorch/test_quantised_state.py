@@ -113,6 +113,49 @@ def test_the_facade_saves_what_it_is_at_the_step(tmpfs: Path) -> None:
     assert _content(optimizer) == [(4, 16.0)] * 4
 
 
+class Holder:
+    """An object of a program's own whose state has an optimizer's in it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state["of"])
+
+
+def _by_names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    return {"model": model, "optimizer": optimizer}
+
+
+def _whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    return {"optimizer": optimizer}
+
+
+def _held(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    return {"model": model, "holder": Holder(optimizer)}
+
+
+@pytest.mark.parametrize("tracked", [_by_names, _whole, _held])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_so_it_does_however_the_state_is_tracked(
+    tmpfs: Path, process_group: None, tracked: Callable[..., dict[str, Any]], sharded: bool
+) -> None:
+    model, optimizer = _training(sharded)
+    with Flashpoint(tmpfs / "job", strict=True, safe_globals=[Quantised]) as fp:
+        fp.track(**tracked(model, optimizer)).resume()
+        fp.step()
+        optimizer.step()
+        fp.wait()
+    model, optimizer = _training(sharded)
+    optimizer.step()
+    with Flashpoint(tmpfs / "job", safe_globals=[Quantised]) as fp:
+        assert fp.track(**tracked(model, optimizer)).resume() == 1
+    assert _content(optimizer) == [(1, 2.0)] * 4
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_dcp_saves_what_it_is_at_the_call(make_door: Callable[..., Door], process_group: None, sharded: bool) -> None:
     door = make_door(safe_globals=[Quantised])

@@ -7,9 +7,11 @@ import io
 import pickle
 import re
 import types
+import warnings
 from typing import Any, Final
 
 import torch
+from megatron.core import __version__ as _INSTALLED
 from megatron.core.dist_checkpointing import ShardedObject, serialization
 from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.dist_checkpointing.strategies import torch as mcore
@@ -24,6 +26,7 @@ try:  # since 0.14
 except ImportError:
     SAFE_GLOBALS = []
 
+_UNTESTED: Final = (0, 20)
 _COMMON_STATE: Final = "common_state"
 
 # Since 0.19 `dist_checkpointing.save` hands the common state to the strategy, as a sharded object with this key.
@@ -74,3 +77,18 @@ def refused_in_common(content: bytes) -> list[str]:
     except pickle.UnpicklingError as error:
         return re.findall(r"<class '([^']+)'>", str(error)) or ["a type that is not named"]
     return []
+
+
+def warn_if_untested(installed: str = _INSTALLED) -> None:
+    """Warn of a release that is newer than those tested."""
+    numbers = tuple(int(each) for each in re.findall(r"\d+", installed)[:2])
+    if numbers >= _UNTESTED:
+        warnings.warn(
+            f"megatron-core {installed} is newer than the releases that ml_flashpoint is tested with (0.13 to 0.19). "
+            "Try a save and a load before you rely on it, or install megatron-core<0.20",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+warn_if_untested()

@@ -98,14 +98,8 @@ class Handle:
         prepare: Callable[[], None] | None = None,
     ) -> _Result:
         """Make a request, and make it again while its manager is away, where an epoch has begun, or where another
-        thread of this handle has overtaken it.
-
-        Args:
-            manager: its number.
-            request: makes the request over a connection, by the fields that say whose it is, and returns the result.
-            deadline: when all of it must be done.
-            again: True if the request may be carried out twice.
-            prepare: for a write: called before each try.
+        thread of this handle has overtaken it. ``again``: it may be carried out twice. ``prepare``: for a write: called
+        before each try.
 
         Raises:
             DDictWritesLostError: told once: what this handle wrote is lost.
@@ -199,15 +193,8 @@ class Handle:
     def change(
         self, manager: int, make: Callable[[Whose, int], Request], *blobs: bytes, again: bool = False, deadline: float
     ) -> dict[str, Any]:
-        """Have one manager change a key, or all of its keys.
-
-        Args:
-            manager: its number.
-            make: makes the request, given whose it is, and flags.
-            blobs: of it.
-            again: True if it may be made twice, where nobody knows whether it was done.
-            deadline: when all of it must be done.
-        """
+        """Have one manager change a key, or all of its keys. ``make``: makes the request, given whose it is, and flags.
+        ``again``: it may be made twice, where nobody knows whether it was done."""
 
         def request(exchange: Exchange, whose: Whose, flags: int) -> dict[str, Any]:
             return exchange.request(make(whose, flags), *blobs).fields

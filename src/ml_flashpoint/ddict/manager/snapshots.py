@@ -448,12 +448,8 @@ class Snapshots:
         newest = max(self._snapshots, default=-1)
         before = self._snapshots.get(newest, NO_SNAPSHOT)
         if checkpoint_id < newest:
-            raise InvalidArgumentError(
-                f"checkpoint {newest} is sealed already",
-                argument="checkpoint_id",
-                value=checkpoint_id,
-                hint="seal in ascending order",
-            )
+            why = f"checkpoint {newest} is sealed already"
+            raise InvalidArgumentError(why, argument="checkpoint_id", value=checkpoint_id)
         current = frozenset(entries)
         if checkpoint_id == newest and before.entries == current:
             return before

@@ -168,15 +168,9 @@ class PartStore:
     # ---- slots ---------------------------------------------------------------------------------------------
 
     def take(self, size: int, *, exact: bool = False, limit_bytes: int | None = None) -> Slot:
-        """Return a slot for the caller alone, until it is committed or freed. It holds what it held last.
-
-        Args:
-            size: bytes that are needed.
-            exact: the slot has just this size: for a copy.
-            limit_bytes: most bytes of all slots. Free ones are removed before a new one would exceed it.
-
-        Raises:
-            CapacityError, SaveError: there is no room, not even in place of the free ones; the system refuses."""
+        """Return a slot for the caller alone, until it is committed or freed. It holds what it held last. ``exact``: it
+        has just this size, for a copy. ``limit_bytes``: of all slots; free ones are removed before a new one would
+        exceed it. Raises `CapacityError` or `SaveError`: there is no room, even so; the system refuses."""
         slot, outgrown = self._reused(size, exact=exact)
         if slot is None:
             _remove(outgrown)

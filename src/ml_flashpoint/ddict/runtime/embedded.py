@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import logging
 import multiprocessing
@@ -41,11 +42,10 @@ START_TIMEOUT_S = 60.0
 _RETRY_S = 0.5
 """Seconds until a manager whose process could not be started again is tried once more."""
 _END_S = 30.0
-# A child that leaves the manager to itself: Ray kills the children of an actor that ends, and the last manager is yet
-# to remove the folder then. Not `-m`: that would put the current directory first on the path, whatever lies there.
+# Not `-m`: that would put the current directory first on the path, whatever lies there.
 _PROGRAM = (
-    "import json, os, sys; os.fork() and os._exit(0); sys.path[:] = json.loads(sys.argv[2]); "
-    "from ml_flashpoint.ddict.runtime.manager_process import main; main(int(sys.argv[1]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from ml_flashpoint.ddict.runtime.manager_process import main; main(*map(int, sys.argv[2:]))"
 )
 
 
@@ -56,36 +56,7 @@ class _Process:
     pid: int
     control: Connection
     watched: int
-
-    @classmethod
-    def start(cls, environment: Mapping[str, str]) -> _Process:
-        """Start one, which waits for what it is told. Raises `OSError`: it could not."""
-        control, its_control = multiprocessing.Pipe()
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(control)
-            for each in (control, its_control):
-                close_in_children(each)
-            with its_control:
-                its_arguments = [str(its_control.fileno()), json.dumps(sys.path)]
-                done = subprocess.run(
-                    [multiprocessing.spawn.get_executable(), "-c", _PROGRAM, *its_arguments],
-                    pass_fds=[its_control.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,  # until it is standard error
-                    env=environment,
-                    # Signals of the terminal are for the creator: what it leaves behind then ends by itself.
-                    start_new_session=True,
-                )
-            if done.returncode:
-                raise OSError(f"Python ended with exit code {done.returncode}")
-            try:
-                watched = recv_handle(control)
-                undo.callback(os.close, watched)
-                pid = control.recv()
-            except EOFError as error:
-                raise OSError("the process ended at once") from error
-            undo.pop_all()
-        return cls(pid, control, watched)
+    parent: subprocess.Popen[bytes]  # that has forked it, and ends with the last of those
 
     def tell(self, what: object) -> None:
         """Send a message. The end of the process is noticed by listening."""
@@ -106,12 +77,53 @@ class _Process:
         os.close(self.watched)
 
 
+def _start_processes(count: int, environment: Mapping[str, str]) -> list[_Process]:
+    """Start managers, which wait for what they are told. Raises `OSError`: they could not be started, or,
+    as a `DDictTimeoutError`, not in time."""
+    started, give_up = [], time.monotonic() + START_TIMEOUT_S
+    with contextlib.ExitStack() as undo:
+        ends = [tuple(map(undo.enter_context, multiprocessing.Pipe())) for _ in range(count)]
+        for end in itertools.chain(*ends):
+            close_in_children(end)
+        its_ends = [its.fileno() for _, its in ends]
+        parent = subprocess.Popen(
+            [multiprocessing.spawn.get_executable(), "-c", _PROGRAM, json.dumps(sys.path), *map(str, its_ends)],
+            pass_fds=its_ends,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # until it is standard error
+            env=environment,
+            # Signals of the terminal are for the creator: what it leaves behind then ends by itself.
+            start_new_session=True,
+        )
+        undo.callback(parent.wait)
+        undo.callback(parent.kill)
+        for _, its in ends:
+            its.close()
+        try:
+            for control, _ in ends:
+                if not control.poll(max(0.0, give_up - time.monotonic())):
+                    raise _too_late()
+                watched = recv_handle(control)
+                undo.callback(os.close, watched)
+                started.append(_Process(control.recv(), control, watched, parent))
+        except EOFError as error:
+            raise OSError("one has ended at once") from error
+        undo.pop_all()
+    return started
+
+
+def _too_late() -> DDictTimeoutError:
+    hint = "managers write their errors to stderr"
+    return DDictTimeoutError(f"no start of all managers within {START_TIMEOUT_S} s", hint=hint)
+
+
 class Supervised:
     """A manager, and the thread that looks after it.
 
     Args:
-        told: what its process is told (see `manager_process`). The ``config`` gets what is another one for each.
-        environment: of its process.
+        process: its first one.
+        told: what processes are told (see `manager_process`). The ``config`` gets what is another one for each.
+        environment: of its next process.
         changed: held while anything here changes, and notified then.
         restarted: whether there was one before, in another place.
 
@@ -122,19 +134,26 @@ class Supervised:
     """
 
     def __init__(
-        self, told: Mapping[str, Any], environment: Mapping[str, str], changed: threading.Condition, restarted: bool
+        self,
+        process: _Process,
+        told: Mapping[str, Any],
+        environment: Mapping[str, str],
+        changed: threading.Condition,
+        *,
+        restarted: bool,
     ) -> None:
         self.number = int(told["config"]["manager"])
-        self.process: _Process | None = None
+        self.process: _Process | None = process
         self.ready_pid: int | None = None
         self.down = ""
         self._error: dict[str, Any] = {}  # what it said of why its last process failed, see `Dialect.describe`
         self._told, self._environment, self._changed = told, environment, changed
         self._name = f"manager {self.number} of {told['folder']}"
+        self._parents = [process.parent]  # that may run
         self._stopping = threading.Event()
         self._deaths: deque[float] = deque()
         name = f"ddict-supervisor-{self.number}"
-        self._thread = threading.Thread(target=self._supervise, args=(restarted,), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._supervise, args=(process, restarted), name=name, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -152,6 +171,12 @@ class Supervised:
                 self.process.kill()
         self._thread.join(_END_S)
 
+    def await_parents(self) -> None:
+        """Wait for what has forked its processes. Whoever calls this has called `join` of all managers."""
+        for parent in self._parents:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                parent.wait(_END_S)
+
     def error(self) -> FlashpointError:
         """Return the error for a manager that did not start: its own, if that is one of ours."""
         error = REQUESTS.rebuild(self._error)
@@ -162,18 +187,9 @@ class Supervised:
 
     # ---- the thread ---------------------------------------------------------------------------------------
 
-    def _supervise(self, restarted: bool) -> None:
-        while not self._stopping.is_set():
-            try:
-                process = _Process.start(self._environment)
-            except (OSError, ValueError) as error:
-                if restarted:
-                    # No death, so it does not count as one: what the system lacks now, it may have whenever others end.
-                    _log.warning("%s could not be started again, and is tried once more: %s", self._name, error)
-                    self._stopping.wait(_RETRY_S)
-                else:
-                    self._give_up(f"its process cannot be made: {error}")
-                continue
+    def _supervise(self, first: _Process, restarted: bool) -> None:
+        process: _Process | None = first
+        while process is not None:
             config = {**self._told["config"], "incarnation": secrets.token_hex(8), "restarted": restarted}
             process.tell({**self._told, "config": config})
             with self._changed:
@@ -188,7 +204,20 @@ class Supervised:
                     self._note_death(process.pid, served=served)
                 self._changed.notify_all()
             process.reap()
-            restarted = True
+            process, restarted = self._next(), True
+
+    def _next(self) -> _Process | None:
+        """Start another process; None: there is to be none."""
+        while not self._stopping.is_set():
+            try:
+                process = _start_processes(1, self._environment)[0]
+                self._parents = [*(each for each in self._parents if each.poll() is None), process.parent]
+                return process
+            except (OSError, ValueError) as error:
+                # No death, so it does not count as one: what the system lacks now, it may have whenever others end.
+                _log.warning("%s could not be started again, and is tried once more: %s", self._name, error)
+                self._stopping.wait(_RETRY_S)
+        return None
 
     def _listen(self, process: _Process) -> None:
         """Hear what a process says, until it ends."""
@@ -291,14 +320,18 @@ class EmbeddedRuntime(Runtime):
             return all(one.ready_pid for one in self._managers) or any(one.down for one in self._managers)
 
         try:
-            for config in configs:
-                self._managers.append(Supervised({**told, "config": config}, environment, self._changed, restarted))
+            try:
+                processes = _start_processes(len(configs), environment)
+            except (OSError, ValueError) as error:
+                if isinstance(error, DDictTimeoutError):
+                    raise
+                raise DDictError(f"the processes of managers cannot be made: {error}") from error
+            for process, config in zip(processes, configs, strict=True):
+                its = {**told, "config": config}
+                self._managers.append(Supervised(process, its, environment, self._changed, restarted=restarted))
             with self._changed:
                 if not self._changed.wait_for(is_settled, START_TIMEOUT_S):
-                    raise DDictTimeoutError(
-                        f"no start of all managers within {START_TIMEOUT_S} s",
-                        hint="managers write their errors to stderr",
-                    )
+                    raise _too_late()
                 failed = next((one for one in self._managers if one.down), None)
             if failed is not None:
                 raise failed.error()
@@ -318,6 +351,8 @@ class EmbeddedRuntime(Runtime):
             give_up = time.monotonic() + timeout_s
             for one in self._managers:
                 one.join(give_up)
+            for one in self._managers:
+                one.await_parents()
         finally:
             self._hold.close()
             if not remove_unused(self.base):

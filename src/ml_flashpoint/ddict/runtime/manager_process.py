@@ -8,6 +8,8 @@ is to have, and says that it is ready, or why it failed. Any other message tells
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import os
 import sys
 import threading
@@ -26,13 +28,31 @@ END_GRACE_S = 10.0
 READY = "ready"
 
 
-def main(descriptor: int) -> None:
-    """Run a manager, and end the process. ``descriptor``: of the control."""
+def main(*controls: int) -> None:
+    """Fork a manager for each of these descriptors, and reap them. They outlive this process: Ray kills the children of
+    an actor that ends, and the last manager is yet to remove the folder then."""
+    importlib.import_module("ml_flashpoint.ddict.manager.manager")  # once for all
+    gc.freeze()  # a collection in a manager would copy all pages of what was imported
+    for control in controls:
+        if not os.fork():
+            for other in set(controls) - {control}:
+                os.close(other)
+            _begin(control)
+    for control in controls:
+        os.close(control)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+    os._exit(0)  # without tearing down what was imported for the managers
+
+
+def _begin(control: int) -> None:
+    """Run a manager, and end the process."""
     with contextlib.suppress(OSError):  # unless standard error is closed
         os.dup2(2, 1)
     code = 1
     with contextlib.suppress(EOFError, OSError):  # the creator is gone already
-        code = _run(Connection(descriptor))
+        code = _run(Connection(control))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

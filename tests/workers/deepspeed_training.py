@@ -103,9 +103,13 @@ def make_engine(kind: str, rank: int, seed: int, **more: Any) -> Any:
     torch.manual_seed(1)
     data = list(torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3)))
     engine, *_ = deepspeed.initialize(model=Net(), training_data=data, collate_fn=collate, config=config)  # type: ignore[arg-type]
+    set_seeds(rank, seed)
+    return engine
+
+
+def set_seeds(rank: int, seed: int) -> None:
     for set_seed in (torch.manual_seed, random.seed, np.random.seed):
         set_seed(5 + rank + 10 * seed)
-    return engine
 
 
 def state_of(engine: Any) -> dict[str, str]:
@@ -155,7 +159,10 @@ def train(report: Report, rank: int, kind: str, told: Path, life: int, hold: int
         def tell(**values: Any) -> None:
             file.write(json.dumps(values).encode() + b"\n")
 
-        tell(resumes=fp.resume())
+        step = fp.resume()
+        tell(resumes=step)
+        if not step:  # as in a first life
+            set_seeds(rank, 0)
 
         def stepped(loss: float) -> int:
             step = fp.step()

@@ -85,6 +85,6 @@ def test_the_example_goes_on(tmpfs: Path) -> None:
         cluster.wait(timeout_s=200)
         output = cluster.outputs()[0]
     assert "rank 0 kills itself" in output
-    assert re.search(r"resumed at step [56] from memory", output)
+    assert re.search(r"resumed at step [1-6] from memory", output)
     assert "Training completed" in output
     shutil.rmtree(tmpfs / "own")

@@ -95,6 +95,8 @@ def trained(steps: int, folder: Path, base: Path | None, *, until: int = 0, seed
     trainer = trainer_of(steps, folder, seed, base, **options)
 
     def told(step: int, loss: Any) -> None:
+        if base is not None:
+            assert trainer.checkpointer.flashpoint.wait(60)  # so that no save finds memory in use
         if until and step > until:
             raise Interruption
 

@@ -211,7 +211,8 @@ class LoaderState(PlaceInData):
     def begin(self, through: Through | None) -> Iterator[Any]:
         """Return the iterator for a new loop, or raise a `LoadError` if that would not give again what was given."""
         done = self._loaders.steps_done()
-        if self._begun_at is not None and (done != self._begun_at or self.epoch.ended):
+        nothing_left = self.epoch.ended or (self._pending is not None and self._is_through(self._pending))
+        if self._begun_at is not None and (done != self._begun_at or nothing_left):
             self._pending = None  # training has gone on, or nothing was left of what was loaded
         resumed, before = self._pending is not None, self._pending or self.epoch
         is_next = resumed and before.under_way and self._is_next_epoch(before)
@@ -249,15 +250,20 @@ class LoaderState(PlaceInData):
         begun = self._set_epoch()
         if begun == epoch.set_epoch:
             return False
-        with contextlib.suppress(TypeError):  # it has no length
-            if epoch.position >= len(_source(self.loader, epoch.given)):
-                return True
+        if self._is_through(epoch):
+            return True
         if self._stateful or not epoch.position:
             raise LoadError(
                 f"the sampler of {self._name!r} was set to epoch {begun}, and its state is of the midst of epoch"
                 f" {epoch.set_epoch}",
                 hint=f"begin the loop over epochs with {epoch.set_epoch}, which the sampler has after the load",
             )
+        return False
+
+    def _is_through(self, epoch: Epoch) -> bool:
+        """Return True if all batches of a pass were given, whether or not its loop was told so; ``zip`` may not ask."""
+        with contextlib.suppress(TypeError):  # it has no length
+            return epoch.position >= len(_source(self.loader, epoch.given))
         return False
 
     def _begin_plain(self, before: Epoch, *, goes_on: bool) -> tuple[Epoch, Iterator[Any], deque[int]]:
@@ -315,7 +321,8 @@ class LoaderState(PlaceInData):
             for batch in inner:
                 worker = b""
                 if isinstance(batch, _Tagged):
-                    batch, worker = batch
+                    batch, generators = batch
+                    worker = generators.numpy().tobytes()
                 own = (None, None) if through is None else copy.deepcopy(self._own_state())
                 fetched.append((drawn.popleft() if drawn else 0, worker, own))
                 yield batch
@@ -428,7 +435,7 @@ class _Tagged(NamedTuple):
     """A batch, and its worker's generators after it. Torch's pinning passes through named tuples."""
 
     batch: Any
-    generators: bytes
+    generators: torch.Tensor  # in shared memory: bytes would fill the pipe, and workers of a killed rank wait for ever
 
 
 class _Reporting:
@@ -439,7 +446,8 @@ class _Reporting:
 
     def __call__(self, samples: Any) -> _Tagged:
         batch = self._collate(samples)
-        return _Tagged(batch, save_archive(capture_rng_state(), "", allowed=None))
+        archive = save_archive(capture_rng_state(), "", allowed=None)
+        return _Tagged(batch, torch.frombuffer(bytearray(archive), dtype=torch.uint8))
 
 
 class _GoingOn:

@@ -192,8 +192,10 @@ def lives(life: Callable[[Path, int, float | None], Seen], tmpfs: Path, crashes:
 
 
 @pytest.mark.parametrize("makes", [(plain, plain), (plain, stateful), (stateful, plain)])
-def test_loaders_side_by_side_go_on(tmpfs: Path, makes: tuple[Callable[..., Loader], ...]) -> None:
-    """One draws from the generators between the begin of another's pass and its first batch."""
+@pytest.mark.parametrize("strict", [False, True])
+def test_loaders_side_by_side_go_on(tmpfs: Path, makes: tuple[Callable[..., Loader], ...], strict: bool) -> None:
+    """One draws from the generators between the begin of another's pass and its first batch. The other is not asked for
+    more once the first has no more, unless the loop is strict."""
 
     def life(base: Path, seed: int, crash_at: float | None) -> Seen:
         torch.manual_seed(seed)
@@ -202,7 +204,7 @@ def test_loaders_side_by_side_go_on(tmpfs: Path, makes: tuple[Callable[..., Load
         with Flashpoint(base, handle_sigterm=False, strict=True) as fp:
             step = fp.track(one=one, other=other).resume()
             while step < EPOCHS * BATCHES:
-                for pair in zip(fp.batches(one), fp.batches(other), strict=True):
+                for pair in zip(fp.batches(one), fp.batches(other), strict=strict):
                     seen.append((torch.cat(pair).tolist(), torch.rand(()).item()))
                     step = fp.step()
                     fp.wait()

@@ -58,15 +58,13 @@ def fixed_cost(base: Path) -> Iterator[Result]:
     ours.close()
 
 
-def titan_results(folder: Path, scale: float) -> Iterator[Result]:
-    """Rows of torchtitan, which lies in an environment of its own."""
-    if importlib.util.find_spec("torchtitan") is None:
-        note = "skipped: not installed; .venv-trainers/bin/python -m benchmarks --only torchtitan"
-        yield Result("torchtitan", "all", 0.0, 0.0, 0.0, None, 0, note=note)
+def results_of(framework: str, module: str, folder: Path, scale: float) -> Iterator[Result]:
+    """Rows of a framework that lies in an environment of its own, by a module beside this one."""
+    if importlib.util.find_spec(framework) is None:
+        note = f"skipped: not installed; .venv-trainers/bin/python -m benchmarks --only {framework}"
+        yield Result(framework, "all", 0.0, 0.0, 0.0, None, 0, note=note)
         return
-    from benchmarks import titan
-
-    yield from titan.results(folder, scale)
+    yield from importlib.import_module(f"benchmarks.{module}").results(folder, scale)
 
 
 def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
@@ -98,8 +96,9 @@ def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
         yield from persist.results(folder / "persist", scale)
     if not only or only in "trainer":
         yield from hugging_face.results(folder / "trainer", scale)
-    if not only or only in "torchtitan":
-        yield from titan_results(folder / "titan", scale)
+    for framework, module in (("torchtitan", "titan"), ("deepspeed", "zero")):
+        if not only or only in framework:
+            yield from results_of(framework, module, folder / module, scale)
     if not only or only in "lightning":
         yield from lightning.results(folder / "lightning", scale)
     if not only or only in "board":
@@ -135,7 +134,7 @@ def main(
         typer.Option(
             help="Only states whose name contains this"
             " ('128', '20,000', 'tiny', 'replication', 'transfer', 'loop', 'rivals', 'persist',"
-            " 'lightning', 'trainer', 'torchtitan', 'board', 'ddict')."
+            " 'lightning', 'trainer', 'torchtitan', 'deepspeed', 'board', 'ddict')."
         ),
     ] = "",
 ) -> None:

@@ -41,7 +41,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     "reference-frameworks.md": (
-        "Reference: Megatron-LM, Lightning, Hugging Face, Ray Train, torchtitan, NeMo",
+        "Reference: Megatron-LM, Lightning, Hugging Face, Ray Train, DeepSpeed, torchtitan, NeMo",
         [
             "ml_flashpoint.adapter.megatron.save_strategies:MLFlashpointMegatronAsyncSaveStrategy",
             "ml_flashpoint.adapter.megatron.save_utils:save_local_aware_megatron_checkpoint",
@@ -50,6 +50,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
             "ml_flashpoint.adapter.transformers:*",
             "ml_flashpoint.adapter.accelerate:*",
             "ml_flashpoint.adapter.ray_train:*",
+            "ml_flashpoint.adapter.deepspeed:*",
             "ml_flashpoint.adapter.torchtitan:*",
             "ml_flashpoint.adapter.nemo.checkpoint_callback:MLFlashpointCheckpointCallback",
             "ml_flashpoint.adapter.nemo.wrapper_util:wrap_trainer_and_auto_resume_with_mlflashpoint",

@@ -34,6 +34,7 @@ _ELSEWHERE = {
     ),
     "tests/flashpoint/test_keep.py": ("keep=Keep(",),
     "tests/e2e/test_ray_train.py": ("ray-train.md",),
+    "tests/adapter/deepspeed/test_engines.py": ("deepspeed.md",),
     "tests/adapter/torchtitan/test_manager.py": ("torchtitan.md",),
     "tests/e2e/test_megatron_bridge.py": ("megatron-bridge.md",),
     "tests/local/test_compat.py": ("compat.install()",),

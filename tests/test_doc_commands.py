@@ -48,6 +48,7 @@ _NOT_RUN = {
     "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "it is for the next line",
     "torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py": "tests/e2e has such jobs",
     "accelerate launch --multi_gpu --num_processes 2 --rdzv_backend": "tests/e2e/test_hugging_face.py launches so",
+    "until deepspeed --num_gpus 2 ": "tests/e2e/test_deepspeed.py has such a loop",
     "torchrun --nnodes=2 --nproc-per-node=8 ": "it takes two machines with GPUs; tests/e2e has jobs of two nodes",
 }
 _CODES = {"diff": (1,), "doctor": (0, 1)}

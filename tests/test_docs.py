@@ -48,7 +48,9 @@ def test_the_site_has_all_pages() -> None:
     )
 
 
-_ADAPTERS = tuple(f".adapter.{name}" for name in ("accelerate", "lightning", "ray_train", "torchtitan", "transformers"))
+_ADAPTERS = tuple(
+    f".adapter.{name}" for name in ("accelerate", "deepspeed", "lightning", "ray_train", "torchtitan", "transformers")
+)
 _PACKAGES = (*_ADAPTERS, ".local", ".events", ".ddict", ".ddict.native")
 
 
@@ -80,7 +82,8 @@ def test_the_matrix_by_door_has_what_tests_run_with() -> None:
     assert rows["[Megatron-LM](megatron-lm.md)"] == megatron
     assert f"megatron-core {of_nemo['megatron-core']} and {oldest}, too" in page
     assert rows["`Flashpoint`, [DCP](pytorch-dcp.md), [local](local-checkpointing.md)"] == f"torch {pins['torch']}"
-    trainers = dict(re.findall(r'"(torchtitan)==([\d.]+)"', makefile))
+    trainers = dict(re.findall(r'"(torchtitan|deepspeed)==([\d.]+)"', makefile))
+    assert rows["[DeepSpeed](deepspeed.md)"] == f"deepspeed {trainers['deepspeed']}, torch {pins['torch']}"
     assert rows["[torchtitan](torchtitan.md)"] == f"torchtitan {trainers['torchtitan']}, torch {pins['torch']}"
     nemo = [f"{name} {of_nemo[name]}" for name in ("nemo_toolkit", "megatron-core", "torch")]
     assert rows["[NeMo](nemo.md)"] == ", ".join(nemo)

@@ -17,6 +17,7 @@ CASES = [
     ("import ml_flashpoint.adapter.lightning", "lightning", "lightning"),
     ("import ml_flashpoint.adapter.accelerate", "accelerate", "accelerate"),
     ("import ml_flashpoint.adapter.ray_train", "pyarrow", "ray-train"),
+    ("import ml_flashpoint.adapter.deepspeed", "deepspeed", "deepspeed"),
     ("import ml_flashpoint.adapter.torchtitan", "torchtitan", "torchtitan"),
     ("import ml_flashpoint.adapter.transformers", "transformers", "transformers"),
     ("import ml_flashpoint.ddict", "cloudpickle", "ddict"),

@@ -63,7 +63,7 @@ def test_the_first_screen_is_there() -> None:
         "**Not for**",
         "**It costs**",
         "```python",
-        "DCP |",
+        "| PyTorch DCP",
     ):
         assert part in text, part
     assert text.count("```") == 4

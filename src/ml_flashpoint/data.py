@@ -321,7 +321,8 @@ class LoaderState(PlaceInData):
             for batch in inner:
                 worker = b""
                 if isinstance(batch, _Tagged):
-                    batch, worker = batch
+                    batch, generators = batch
+                    worker = generators.numpy().tobytes()
                 own = (None, None) if through is None else copy.deepcopy(self._own_state())
                 fetched.append((drawn.popleft() if drawn else 0, worker, own))
                 yield batch
@@ -434,7 +435,7 @@ class _Tagged(NamedTuple):
     """A batch, and its worker's generators after it. Torch's pinning passes through named tuples."""
 
     batch: Any
-    generators: bytes
+    generators: torch.Tensor  # in shared memory: bytes would fill the pipe, and workers of a killed rank wait for ever
 
 
 class _Reporting:
@@ -445,7 +446,8 @@ class _Reporting:
 
     def __call__(self, samples: Any) -> _Tagged:
         batch = self._collate(samples)
-        return _Tagged(batch, save_archive(capture_rng_state(), "", allowed=None))
+        archive = save_archive(capture_rng_state(), "", allowed=None)
+        return _Tagged(batch, torch.frombuffer(bytearray(archive), dtype=torch.uint8))
 
 
 class _GoingOn:

@@ -62,7 +62,7 @@ def test_killed_ranks_and_a_lost_node(tmpfs: Path, kind: str) -> None:
 @pytest.mark.timeout(3600)
 def test_twenty_kills(tmpfs: Path) -> None:
     kills, chance = 20, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
-    with job(tmpfs, "--steps", 200, max_restarts=2 * kills) as cluster:
+    with job(tmpfs, "--steps", 130, max_restarts=2 * kills) as cluster:
         for kill in range(kills):
             # With copies of its own: two nodes lost before that are more than is promised.
             cluster.wait_for_report(rank=0, becomes_safe=True, nth=kill + 1, timeout_s=200)

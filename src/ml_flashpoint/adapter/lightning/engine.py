@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 
-from ml_flashpoint.adapter.lightning.dictionary import REST, Checkpoint, DictionaryState, Slot
+from ml_flashpoint.adapter.lightning.dictionary import REST, TrainerSlot, TrainerState
 from ml_flashpoint.config import Config
 from ml_flashpoint.copy.tensors import check_copies
 from ml_flashpoint.engine.checkpointer import Phase
@@ -29,6 +29,7 @@ from ml_flashpoint.flashpoint import Flashpoint
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, NothingLoadableError
 from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.state.archive import save_archive
+from ml_flashpoint.state.dictionary import Checkpoint
 from ml_flashpoint.state.parameters import expected_tensors, freeze_parameters, named_parameters
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
 
@@ -45,9 +46,9 @@ class TrainerFlashpoint(Flashpoint):
 
     def __init__(self, base: str | os.PathLike[str], *, sharded: bool, config: Config, **options: Any) -> None:
         if not sharded:
-            self._tracked_type = DictionaryState
+            self._tracked_type = TrainerState
         self._allowed = tuple(config.safe_globals)
-        self._rest = Slot(dict)
+        self._rest = TrainerSlot(dict)
         self._generators: dict[str, Any] | None = None
         self._besides: dict[str, Any] = {}
         self._trainer: Trainer | None = None
@@ -62,14 +63,14 @@ class TrainerFlashpoint(Flashpoint):
             return
         self._trainer = trainer
         tracked = self._tracked
-        if isinstance(tracked, DictionaryState):
+        if isinstance(tracked, TrainerState):
             tracked.make = lambda: self._dictionary(trainer)
             tracked.sizes = lambda: _tensors_of(trainer)
             if self._ranks.world_size > 1:
                 module = trainer.lightning_module
                 tracked.parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
             return
-        self._rest = Slot(lambda: self._without_tensors(trainer))
+        self._rest = TrainerSlot(lambda: self._without_tensors(trainer))
         parts: dict[str, Any] = {f"optimizer_{number}": each for number, each in enumerate(trainer.optimizers)}
         self.track(model=trainer.strategy.model, **parts | {REST: self._rest})
 
@@ -175,7 +176,7 @@ class TrainerFlashpoint(Flashpoint):
             )
         self._generators = capture_rng_state()
         tracked = self._tracked
-        checkpoint = (tracked.rest if isinstance(tracked, DictionaryState) else self._rest).take()
+        checkpoint = (tracked.rest if isinstance(tracked, TrainerState) else self._rest).take()
         assert isinstance(checkpoint, dict)
         self._besides = checkpoint.pop(_BESIDES, {})
         return checkpoint

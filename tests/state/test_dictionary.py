@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("lightning")
-
-from ml_flashpoint.adapter.lightning.dictionary import put_together, take_apart
 from ml_flashpoint.format.errors import LoadError
+from ml_flashpoint.state.dictionary import put_together, take_apart
 
 
 def there_and_back(value: Any) -> Any:

@@ -72,6 +72,15 @@ def test_managers_have_what_the_creator_has_but_no_secrets_on_show(monkeypatch: 
     assert set(psutil.Process().children()) <= before, "a process is left, if only as a zombie"
 
 
+def test_managers_run_nothing_that_lies_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("ml_flashpoint", *sys.stdlib_module_names):
+        (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w'); raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    with DDict(1, 1, MEMORY) as d:
+        d["a"] = 1
+    assert not (tmp_path / "ran").exists()
+
+
 def test_one_dictionary_ends_and_another_goes_on(root: Path) -> None:
     with DDict(2, 1, MEMORY) as first, DDict(1, 2, MEMORY, replication="ring", timeout=DEADLINE_S) as second:
         second["a"] = 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import json
 import logging
 import multiprocessing
 import multiprocessing.spawn
@@ -42,10 +41,10 @@ START_TIMEOUT_S = 60.0
 _RETRY_S = 0.5
 """Seconds until a manager whose process could not be started again is tried once more."""
 _END_S = 30.0
-# Not `-m`: that would put the current directory first on the path, whatever lies there.
+# The current directory, whatever lies there, is first on the path until the second statement: `sys` is built in.
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from ml_flashpoint.ddict.runtime.manager_process import main; main(*map(int, sys.argv[2:]))"
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from ml_flashpoint.ddict.runtime.manager_process import main; main(*map(int, sys.argv[1].split()))"
 )
 
 
@@ -87,7 +86,7 @@ def _start_processes(count: int, environment: Mapping[str, str]) -> list[_Proces
             close_in_children(end)
         its_ends = [its.fileno() for _, its in ends]
         parent = subprocess.Popen(
-            [multiprocessing.spawn.get_executable(), "-c", _PROGRAM, json.dumps(sys.path), *map(str, its_ends)],
+            [multiprocessing.spawn.get_executable(), "-c", _PROGRAM, " ".join(map(str, its_ends)), *sys.path],
             pass_fds=its_ends,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # until it is standard error

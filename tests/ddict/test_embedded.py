@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,28 @@ def test_a_manager_whose_process_cannot_be_made_again_comes_back_when_it_can(
         for _ in range(MOST_DEATHS - 1):
             killed = dictionaries.kill_manager(d, 1)
             wait_until_ready(runtime, 1, other_than=killed)
+
+
+def test_a_manager_comes_back_after_the_creator_was_one_descriptor_short(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    receive, before = embedded.recv_handle, resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(embedded, "_RETRY_S", 0.01)
+
+    def receive_with_one_left(control: Connection) -> int:
+        monkeypatch.setattr(embedded, "recv_handle", receive)
+        os.close(lowest := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, before[1]))
+        try:
+            return receive(control)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+    with DDict(1, 2, MEMORY, replication="ring", timeout=DEADLINE_S) as d:
+        monkeypatch.setattr(embedded, "recv_handle", receive_with_one_left)
+        killed = dictionaries.kill_manager(d, 1)
+        wait_until_ready(runtime_of(d), 1, other_than=killed)
+        assert any("no descriptor of one can be had" in record.getMessage() for record in caplog.records)
 
 
 # ---- the end of the creator -----------------------------------------------------------------------------------------

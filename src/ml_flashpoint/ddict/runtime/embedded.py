@@ -107,6 +107,8 @@ def _start_processes(count: int, environment: Mapping[str, str]) -> list[_Proces
                 started.append(_Process(control.recv(), control, watched, parent))
         except EOFError as error:
             raise OSError("one has ended at once") from error
+        except RuntimeError as error:  # of `recv_handle`: this process has no descriptor left
+            raise OSError(f"no descriptor of one can be had: {error}") from error
         undo.pop_all()
     return started
 

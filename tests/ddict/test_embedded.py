@@ -74,6 +74,13 @@ def test_managers_have_what_the_creator_has_but_no_secrets_on_show(monkeypatch: 
     assert set(psutil.Process().children()) <= before, "a process is left, if only as a zombie"
 
 
+def test_programs_of_the_creator_inherit_no_descriptor_of_a_manager() -> None:
+    with DDict(1, 2, MEMORY):
+        program = ["ls", "-l", "/proc/self/fd"]
+        inherited = subprocess.run(program, check=True, capture_output=True, text=True, close_fds=False).stdout
+    assert "pidfd" not in inherited
+
+
 def test_managers_run_nothing_that_lies_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("ml_flashpoint", *sys.stdlib_module_names):
         (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w'); raise SystemExit(3)")

@@ -104,6 +104,7 @@ def _start_processes(count: int, environment: Mapping[str, str]) -> list[_Proces
                     raise _too_late()
                 watched = recv_handle(control)
                 undo.callback(os.close, watched)
+                os.set_inheritable(watched, False)  # one that is received is
                 started.append(_Process(control.recv(), control, watched, parent))
         except EOFError as error:
             raise OSError("one has ended at once") from error

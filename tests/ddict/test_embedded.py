@@ -122,6 +122,18 @@ def test_a_process_that_cannot_be_made_fails_the_start(root: Path, monkeypatch: 
     assert list(root.iterdir()) == []
 
 
+def test_a_manager_that_the_system_denies_what_it_needs_says_so(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    denied = "def pidfd_open(pid, flags=0): raise PermissionError('pidfds are denied')"
+    (tmp_path / "sitecustomize.py").write_text(f"import os\n{denied}\nos.pidfd_open = pidfd_open")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(DDictError, match="cannot be made"):
+        DDict(1, 2, MEMORY)
+    assert "PermissionError: pidfds are denied" in capfd.readouterr().err
+    assert list(root.iterdir()) == []
+
+
 def test_a_start_has_a_deadline(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "START_TIMEOUT_S", 0.001)
     with pytest.raises(DDictTimeoutError, match=r"within 0\.001 s"):

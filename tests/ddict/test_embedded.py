@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -57,6 +58,12 @@ def created(make: Callable[[Any], None]) -> Iterator[tuple[multiprocessing.Proce
         process.join(DEADLINE_S)
 
 
+def descriptors(process: int | str) -> str:
+    """The open files of a process; of "self": what a program inherits from this one."""
+    program = ["ls", "-l", f"/proc/{process}/fd"]
+    return subprocess.run(program, stdout=subprocess.PIPE, text=True, close_fds=process != "self").stdout
+
+
 def test_managers_have_what_the_creator_has_but_no_secrets_on_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHPOINT_TEST_PROBE", "as of the start")
     before = set(psutil.Process().children())
@@ -76,9 +83,8 @@ def test_managers_have_what_the_creator_has_but_no_secrets_on_show(monkeypatch: 
 
 def test_programs_of_the_creator_inherit_no_descriptor_of_a_manager() -> None:
     with DDict(1, 2, MEMORY):
-        program = ["ls", "-l", "/proc/self/fd"]
-        inherited = subprocess.run(program, check=True, capture_output=True, text=True, close_fds=False).stdout
-    assert "pidfd" not in inherited
+        assert "pidfd" in descriptors(os.getpid())
+        assert "pidfd" not in descriptors("self")
 
 
 def test_managers_run_nothing_that_lies_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +137,34 @@ def test_a_manager_that_the_system_denies_what_it_needs_says_so(
     with pytest.raises(DDictError, match="cannot be made"):
         DDict(1, 2, MEMORY)
     assert "PermissionError: pidfds are denied" in capfd.readouterr().err
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("failing", range(3))
+def test_managers_whose_threads_cannot_start_leave_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failing: int
+) -> None:
+    start, start_processes, started = threading.Thread.start, embedded._start_processes, list[Any]()
+
+    def start_unless_failing(thread: threading.Thread) -> None:
+        if thread.name == f"ddict-supervisor-{failing}":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def start_and_note(*given: Any) -> Any:
+        started.extend(start_processes(*given))
+        return list(started)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless_failing)
+    monkeypatch.setattr(embedded, "_start_processes", start_and_note)
+    before = set(psutil.Process().children())
+    with pytest.raises(DDictError, match="can't start new thread"):
+        DDict(1, 3, MEMORY)
+    assert not [process.pid for process in started if is_running(process.pid)]
+    assert set(psutil.Process().children()) <= before, "a process is left, if only as a zombie"
+    assert all(process.control.closed for process in started)
+    assert "pidfd" not in descriptors(os.getpid())
+    assert "Traceback" not in capfd.readouterr().err
     assert list(root.iterdir()) == []
 
 

@@ -145,7 +145,7 @@ class Supervised:
         restarted: bool,
     ) -> None:
         self.number = int(told["config"]["manager"])
-        self.process: _Process | None = process
+        self.process: _Process | None = None
         self.ready_pid: int | None = None
         self.down = ""
         self._error: dict[str, Any] = {}  # what it said of why its last process failed, see `Dialect.describe`
@@ -321,16 +321,17 @@ class EmbeddedRuntime(Runtime):
         def is_settled() -> bool:
             return all(one.ready_pid for one in self._managers) or any(one.down for one in self._managers)
 
+        processes: list[_Process] = []
         try:
             try:
                 processes = _start_processes(len(configs), environment)
-            except (OSError, ValueError) as error:
+                for process, config in zip(processes, configs, strict=True):
+                    its = {**told, "config": config}
+                    self._managers.append(Supervised(process, its, environment, self._changed, restarted=restarted))
+            except (OSError, ValueError, RuntimeError) as error:  # the last one: no thread can be started
                 if isinstance(error, DDictTimeoutError):
                     raise
                 raise DDictError(f"the processes of managers cannot be made: {error}") from error
-            for process, config in zip(processes, configs, strict=True):
-                its = {**told, "config": config}
-                self._managers.append(Supervised(process, its, environment, self._changed, restarted=restarted))
             with self._changed:
                 if not self._changed.wait_for(is_settled, START_TIMEOUT_S):
                     raise _too_late()
@@ -338,7 +339,12 @@ class EmbeddedRuntime(Runtime):
             if failed is not None:
                 raise failed.error()
         except BaseException:
+            for process in processes[len(self._managers) :]:
+                process.reap()
             self.stop()
+            if processes and not self._managers:  # which else have waited for it
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    processes[0].parent.wait(_END_S)
             raise
 
     def pids(self) -> dict[int, int]:

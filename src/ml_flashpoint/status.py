@@ -244,7 +244,8 @@ class Health:
         degraded: True if something needs attention: the latest save failed, copies are missing, no version can be
             verified, or a version that is due is not persisted.
         persisted: step of the newest persisted version; on ranks other than 0, of the newest persisted part.
-        persist_error: reason why the latest version that was due is not persisted; otherwise None.
+        persist_error: reason why the latest version that was due is not persisted, or why none could be; None once a
+            version is persisted.
         persist_lag: steps between `persisted` and the newest verified version; None if either is not known.
     """
 

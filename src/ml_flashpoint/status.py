@@ -112,8 +112,8 @@ class Status:
                 change = {"replicated": step, "copied_bytes": event.bytes, "copied_in_s": event.seconds}
                 change["replication_error"] = None
             case events.VersionVerified():
-                change = {"verified": step, "verified_s": event.time_s, "verified_after_s": event.seconds}
-                change["agreement_error"] = None
+                change = {"verified": step, "verified_s": event.time_s, "agreement_error": None}
+                change["verified_after_s"] = event.seconds or self.verified_after_s
             case events.SaveFailed():
                 change = {"failures": self.failures + 1, "error": error}
             case events.SaveSkipped():

@@ -33,6 +33,7 @@ def main(*controls: int) -> None:
     an actor that ends, and the last manager is yet to remove the folder then."""
     importlib.import_module("ml_flashpoint.ddict.manager.manager")  # once for all
     gc.freeze()  # a collection in a manager would copy all pages of what was imported
+    gc.enable()
     for control in controls:
         if not os.fork():
             for other in set(controls) - {control}:

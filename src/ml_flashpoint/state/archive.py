@@ -492,7 +492,7 @@ def describe_dtype(dtype: np.dtype[Any]) -> Any:
         described = dtype.descr if dtype.names is not None else dtype.str
         if dtype.names is None and np.dtype(dtype.str).char != dtype.char:
             described = dtype.byteorder.strip("=|") + dtype.char  # "<i8" is a long, and a long long another type
-        if dtype.type is not np.record and dtype_of(described) == dtype:
+        if (made := dtype_of(described)) == dtype and _has_types_of(made, dtype):
             return described
     except (TypeError, ValueError):
         pass
@@ -504,26 +504,41 @@ def describe_dtype(dtype: np.dtype[Any]) -> Any:
     )
 
 
+def _has_types_of(made: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    """Return True if an equal dtype has no other subclass of `np.void`, such as `np.record`, for itself or a field."""
+    is_same = made.type is dtype.type or dtype.kind != "V"
+    return is_same and all(_has_types_of(made[name].base, dtype[name].base) for name in dtype.names or ())
+
+
 def dtype_of(described: Any) -> np.dtype[Any]:
     """Return the dtype of a description. Raise a `TypeError` or `ValueError` if it is none of plain bytes."""
     if type(described) not in (str, list):
         raise TypeError("no dtype")
     _check_described(described)
-    made: np.dtype[Any] = descr_to_dtype(described)
+    try:
+        made: np.dtype[Any] = descr_to_dtype(described)
+    except SyntaxError as error:  # NumPy parses it
+        raise ValueError(str(error)) from error
     if made.hasobject or made.subdtype is not None:
         raise TypeError("no dtype of plain bytes")
     return made
 
 
-def _check_described(described: Any) -> None:
-    """Raise unless this is text, the sizes of a shape, or a list or tuple of such."""
+def _check_described(described: Any, *, is_name: bool = False) -> None:
+    """Raise unless this is text, the sizes of a shape, a tuple of such, or a list of fields."""
     if isinstance(described, tuple) and all(type(size) is int for size in described):
         _checked_shape(described)
-    elif isinstance(described, (list, tuple)):
+    elif isinstance(described, list):
+        for name, *rest in described:
+            _check_described(name, is_name=True)
+            _check_described(tuple(rest))
+    elif isinstance(described, tuple):
         for each in described:
-            _check_described(each)
+            _check_described(each, is_name=is_name)
     elif type(described) is not str or len(described) > _MOST_OF_A_NAME:
         raise TypeError("no dtype")
+    elif "/" in described.partition("[")[2] and not is_name:  # "M8[Y/0]": NumPy divides by zero, and the process ends
+        raise ValueError("a dtype with a divisor")
 
 
 def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -84,7 +84,7 @@ check: lint
 JOBS_AT_A_TIME ?= $$($(BIN)/python -m tests.support.own_network && echo "$(SEVERAL_AT_A_TIME)")
 
 test: lint
-	$(MAKE) -j2 test-units test-nemo test-megatron
+	$(MAKE) -j2 test-units test-nemo test-megatron test-trainers
 	$(call pytest,$(BIN)/python,jobs,$(JOBS_AT_A_TIME) -m "not soak" tests/e2e $(PYTEST_ARGS))
 
 test-units: setup

@@ -105,7 +105,7 @@ def test_verify_names_the_file_and_block_of_a_flipped_bit(
     assert flashpoint("verify", root) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[1:3]] == [["damaged", "step-7_ckpt"], ["ok", "step-3_ckpt"]]
-    assert lines[3].startswith(f"damaged {path}: block {offset // BLOCK}, bytes ")
+    assert lines[3].startswith(f"damaged {path}: block {offset // BLOCK}, from byte {offset // BLOCK * BLOCK} on, ")
     assert lines[4].endswith("1 of 4 parts are damaged")
 
 

@@ -400,6 +400,8 @@ def _single(tag: bytes, text: bytes, raw: bytes, count: int = 1) -> bytes:
         _single(b"A", b"<f4 -4", bytes(16)),
         _single(b"A", b"nonsense 4", bytes(16)),
         _single(b"A", b"<f4,( 4", bytes(16)),
+        _single(b"A", b"<f4,,<f4 2", bytes(16)),
+        _single(b"A", b"<M8[Y/0] 2", bytes(16)),
         _single(b"A", b"\xff", bytes(16)),
         _single(b"T", b"float32 99,99", b""),
         _single(b"A", b"<f4 ", b""),

@@ -409,5 +409,33 @@ def test_empty_groups_of_parameters_that_fsdp_has_flattened(tmpfs: Path, use_ori
     call_team(flattened_with_groups, tmpfs, 2, use_orig_params)
 
 
+def flattened_with_swapped_groups(report: Callable[..., None], rank: int, use_orig_params: bool) -> None:
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+
+    def build(order: slice) -> tuple[nn.Module, torch.optim.Optimizer]:
+        layers = [FullyShardedDataParallel(nn.Linear(4, 4), **options) for _ in range(3)]
+        model = FullyShardedDataParallel(nn.Sequential(*layers), **options)
+        one = {"params": list(layers[0].parameters()), "lr": 0.1}
+        other = {"params": [*layers[1].parameters(), *layers[2].parameters()], "lr": 0.2}
+        return model, torch.optim.AdamW([one, other][order])
+
+    model, optimizer = build(slice(None))
+    optimizer.param_groups[0].update(lr=0.3, betas=(0.5, 0.5), of_a_schedule=1)
+    optimizer.param_groups[1].update(lr=0.4, of_a_schedule=2)
+    model(torch.ones(3, 4)).square().sum().backward()
+    optimizer.step()
+    save(team_base(), model=model, optimizer=optimizer)
+    fresh, restored = build(slice(None, None, -1))
+    assert resumed(team_base(), model=fresh, optimizer=restored) == 1
+    for one, other in zip(optimizer.param_groups, reversed(restored.param_groups), strict=True):
+        assert {**one, "params": 0} == {**other, "params": 0}
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_swapped_groups_of_parameters_that_fsdp_has_flattened(tmpfs: Path, use_orig_params: bool) -> None:
+    call_team(flattened_with_swapped_groups, tmpfs, 2, use_orig_params)
+
+
 def test_an_optimizer_of_several_modules_that_fsdp_has_flattened(tmpfs: Path) -> None:
     call_team(flattened, tmpfs, 2, ("one", "other"))

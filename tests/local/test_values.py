@@ -360,6 +360,10 @@ def test_a_described_dtype_is_the_same(dtype: np.dtype[Any]) -> None:
         [((7, "a"), "<f8")],
         [("a", "<f8"), ("a", "<f8")],
         [("a", [("b", "O")])],
+        "i4,,i4",
+        "<M8[Y/0]",
+        [("a", "<m8[W/0]", (2,))],
+        [("a", [(("b", "c"), ("i4,m8[W/-0]", (2,)))])],
     ],
     ids=str,
 )

@@ -63,7 +63,7 @@ VALUES: dict[str, Any] = {
         np.zeros(0),
         np.array(3),
         np.array([1, "a", None, [2]], dtype=object),
-        np.array([(1, 2.5)], dtype=[("a", "<i4"), ("b", "<f8", (2,))]),
+        np.array([(1, 2.5)], dtype=[("a [m/s]", "<i4"), ("b", "<f8", (2,))]),
         np.zeros(2, "V0"),
         np.array(["2026-01-01"], "M8[D]"),
     ],

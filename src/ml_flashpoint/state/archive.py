@@ -506,21 +506,30 @@ def dtype_of(described: Any) -> np.dtype[Any]:
     if type(described) not in (str, list):
         raise TypeError("no dtype")
     _check_described(described)
-    made: np.dtype[Any] = descr_to_dtype(described)
+    try:
+        made: np.dtype[Any] = descr_to_dtype(described)
+    except SyntaxError as error:  # NumPy parses it
+        raise ValueError(str(error)) from error
     if made.hasobject or made.subdtype is not None:
         raise TypeError("no dtype of plain bytes")
     return made
 
 
-def _check_described(described: Any) -> None:
-    """Raise unless this is text, the sizes of a shape, or a list or tuple of such."""
+def _check_described(described: Any, *, is_name: bool = False) -> None:
+    """Raise unless this is text, the sizes of a shape, a tuple of such, or a list of fields."""
     if isinstance(described, tuple) and all(type(size) is int for size in described):
         _checked_shape(described)
-    elif isinstance(described, (list, tuple)):
+    elif isinstance(described, list):
+        for name, *rest in described:
+            _check_described(name, is_name=True)
+            _check_described(tuple(rest))
+    elif isinstance(described, tuple):
         for each in described:
-            _check_described(each)
+            _check_described(each, is_name=is_name)
     elif type(described) is not str or len(described) > _MOST_OF_A_NAME:
         raise TypeError("no dtype")
+    elif "/" in described.partition("[")[2] and not is_name:  # "M8[Y/0]": NumPy divides by zero, and the process ends
+        raise ValueError("a dtype with a divisor")
 
 
 def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -170,6 +170,7 @@ class OptimizerState:
         self._is_told = False  # that it is saved whole
         # At loading: parameters by their names, and state that the optimizer starts with and the checkpoint lacks.
         self._parameters: dict[str, torch.Tensor] = {}
+        self._grouped: list[list[str]] = []  # names of the parameters of each group
         self._absent: dict[str, _State] = {}
         self._root: nn.Module | None = None  # the module, if FSDP has flattened it
         # Whether this program has saved or loaded it: its own earlier versions may lack what has come since.
@@ -240,9 +241,11 @@ class OptimizerState:
                 self.optimizer.zero_grad(set_to_none=True)  # with gradients there, torch does not make the state
             with _not_frozen(parameters):
                 state, made = _by_torch(root, self.optimizer)
-            names = [name for group in made for name in group["params"]]
+            self._grouped = [group["params"] for group in made]
+            names = list(itertools.chain(*self._grouped))
         else:
-            state = self._made(names)
+            state, rest = self._made(names), iter(names)
+            self._grouped = [list(itertools.islice(rest, len(g["params"]))) for g in self.optimizer.param_groups]
         self._parameters = dict(zip(names, parameters, strict=False)) if len(names) == len(parameters) else {}
         saved: dict[Any, dict[Any, object]] = {}
         options: dict[Any, _State] = {}
@@ -319,10 +322,8 @@ class OptimizerState:
     def _groups(self, saved: list[_State]) -> list[_State]:
         """Return the groups, with the hyper-parameters of the saved group that had their parameters, or their place."""
         group_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
-        names = list(self._parameters)
         groups: list[_State] = []
-        for index, group in enumerate(self.optimizer.param_groups):
-            own, names = names[: len(group["params"])], names[len(group["params"]) :]
+        for index, (group, own) in enumerate(zip(self.optimizer.param_groups, self._grouped, strict=True)):
             first, *others = dict.fromkeys(group_of[name] for name in own if name in group_of) or [index]
             if not all(_is_alike(saved[first], saved[other]) for other in others):
                 raise LoadError(

@@ -128,7 +128,7 @@ def test_a_file_of_everything_is_read_by_torch_without_trusting_it(
 ) -> None:
     base, model = job
     flashpoint("export", base, "--to", tmp_path / "all.pt", "--format", "torch")
-    assert "the format has no place for it: _flashpoint.rank-00000.date" in capsys.readouterr().err
+    assert "the format cannot hold it: _flashpoint.rank-00000.date" in capsys.readouterr().err
     done = subprocess.run([sys.executable, "-c", _READ, str(tmp_path / "all.pt")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     names = ["_frozen", "_rng", "generator", "loader", "scheduler", "stored"]

@@ -120,6 +120,7 @@ def test_a_state_of_another_stager(door: Door) -> None:
         assert_same(door.load(blank(state), step), state)
 
 
+@pytest.mark.timeout(300)
 def test_any_number_of_items(door: Door) -> None:
     """More than one message takes: neither number nor length of names has a limit of its own."""
     count, long = BLOBS + 1, "long name " * 100

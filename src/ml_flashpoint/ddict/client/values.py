@@ -68,6 +68,7 @@ from ml_flashpoint.format.errors import (
     ObjectFormatError,
 )
 from ml_flashpoint.memory.slot import Slot, round_up
+from ml_flashpoint.state.archive import dtype_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -324,7 +325,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _parse(tag: bytes, text: str) -> tuple[Any, tuple[int, ...], int]:
-    """Return dtype, shape and bytes of the type of a tensor or an array. Raises ValueError: it is none."""
+    """Return dtype, shape and bytes of the type of a tensor or an array. Raises ValueError or TypeError: it is none."""
     if tag == b"T":
         name, shape, nbytes = parse_true_type(text)
         return torch_dtype(name), shape, nbytes
@@ -336,10 +337,7 @@ def _parse(tag: bytes, text: str) -> tuple[Any, tuple[int, ...], int]:
         or not all(size.isascii() and size.isdecimal() and len(size) <= 19 for size in sizes)
     ):
         raise ValueError(f"not the shape of an array: {tag!r}")
-    try:
-        dtype = np.dtype(name)
-    except (TypeError, SyntaxError) as error:  # NumPy parses it
-        raise ValueError(str(error)) from error
+    dtype = dtype_of(name)
     if not _is_plain_dtype(dtype):
         raise ValueError("not the dtype of an array")
     shape = tuple(map(int, sizes))
@@ -382,7 +380,7 @@ def _read(buffer: Buffer, begin: int, end: int, copy: bool, *, inline: bool) -> 
 
 
 def _part(tag: bytes, text: str, buffer: Any, begin: int, nbytes: int, copy: bool) -> object:
-    """Return the part whose bytes lie there: a view, read-only if it is an array, or a copy. Raises ValueError."""
+    """Return the part whose bytes lie there: a view, read-only if it is an array, or a copy. Raises like `_parse`."""
     if tag == b"B":
         return bytes(memoryview(buffer)[begin : begin + nbytes])
     dtype, shape, its_bytes = _parse(tag, text)
@@ -414,7 +412,7 @@ def from_inline(data: Buffer, *, copy: bool = False) -> object:
         if tag != b"P":
             raise ValueError(f"there is no tag {tag!r}")
         pickled, parts = _read(octets, 0, len(octets), copy, inline=True)
-    except (ValueError, struct.error, IndexError) as error:
+    except (ValueError, TypeError, struct.error, IndexError) as error:
         raise DamagedError(f"not an encoded value: {error}") from error
     return _unpickled(pickled, parts)
 

@@ -118,7 +118,8 @@ class ReplicationFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionVerified(Event):
-    """All ranks have committed their parts, and have all copies. ``seconds``: since the save began on this rank."""
+    """All ranks have committed their parts, and have all copies. ``seconds``: since the save began on this rank; 0.0 if
+    it is not under way here: for a version that was recovered, or a save that was given up on this rank alone."""
 
     seconds: float
 

@@ -59,7 +59,8 @@ class Flashpoint:
             saves are logged and counted in `health`, and training continues.
         discard_existing: first remove all versions in the base container, on all nodes. Do not use this in a script
             that is started again after a crash: it would remove the version to resume from.
-        on_event: called with each `events.Event` of this base container, on a separate thread.
+        on_event: called with each `events.Event` of this base container from the end of the construction on, on a
+            separate thread.
         config: all settings. Alternatively, pass some of these keywords: ``replication``, ``keep``, ``safe_globals``,
             ``overlap``, ``on_world_size_change``, ``deadline_s``, ``persist``, ``persist_every``, ``persist_keep``,
             ``persist_bytes_per_s``, ``handle_sigterm`` and ``grace_s``; see `Config.of`.

@@ -339,6 +339,20 @@ def test_a_described_dtype_is_the_same(dtype: np.dtype[Any]) -> None:
     assert dtype_of(describe_dtype(dtype)) == dtype
 
 
+class Void(np.void):
+    pass
+
+
+@pytest.mark.parametrize("kind", [np.record, Void])
+def test_dtypes_of_other_scalars_are_refused(kind: type[np.void]) -> None:
+    own = np.dtype((kind, [("a", "<i4")]))  # type: ignore[call-overload]
+    for dtype in (own, np.dtype([("b", own)]), np.dtype([("b", [("c", own, (2,))])])):
+        with pytest.raises(InvalidArgumentError, match="cannot be stored"):
+            describe_dtype(dtype)
+    long = np.dtype([("a", np.longlong)])
+    assert dtype_of(describe_dtype(long)) == long
+
+
 @pytest.mark.parametrize(
     "described",
     [

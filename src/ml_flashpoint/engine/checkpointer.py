@@ -277,6 +277,8 @@ class Checkpointer:
         if self._persister is not None:  # before anybody learns that the save is verified
             self._persister.heard(verdict)
         self._saves.heard(verdict)
+        if verdict.total and self.status.verified != verdict.newest.step:  # no save of it is under way on this rank
+            self._emit(events.VersionVerified, verdict.newest.step, seconds=0.0)
         if verdict.total:
             self._pool.remove_left(verdict.retained, () if verdict.recovered is None else (verdict.recovered,))
 

@@ -489,7 +489,7 @@ def describe_dtype(dtype: np.dtype[Any]) -> Any:
         described = dtype.descr if dtype.names is not None else dtype.str
         if dtype.names is None and np.dtype(dtype.str).char != dtype.char:
             described = dtype.byteorder.strip("=|") + dtype.char  # "<i8" is a long, and a long long another type
-        if dtype.type is not np.record and dtype_of(described) == dtype:
+        if (made := dtype_of(described)) == dtype and _has_types_of(made, dtype):
             return described
     except (TypeError, ValueError):
         pass
@@ -499,6 +499,12 @@ def describe_dtype(dtype: np.dtype[Any]) -> Any:
         value=dtype,
         hint="convert the array, to a dtype of NumPy's own without objects in it",
     )
+
+
+def _has_types_of(made: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    """Return True if an equal dtype has no other subclass of `np.void`, such as `np.record`, for itself or a field."""
+    is_same = made.type is dtype.type or dtype.kind != "V"
+    return is_same and all(_has_types_of(made[name].base, dtype[name].base) for name in dtype.names or ())
 
 
 def dtype_of(described: Any) -> np.dtype[Any]:

@@ -249,10 +249,10 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             FlashpointError: through DCP, on every rank: it cannot begin, or staging failed.
         """
         call = self._call
-        if call.id is None or call.save is not None:
+        if call.save is not None:
             raise InvalidArgumentError("DCP gave no checkpoint id", argument="checkpoint_id", value=None)
         call.staged = take_read()
-        call.save = self._saves.begin(CheckpointContainerId(call.id), call.staged)
+        call.save = self._saves.begin(call.id, call.staged)
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=call.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -112,8 +112,8 @@ class Status:
                 change = {"replicated": step, "copied_bytes": event.bytes, "copied_in_s": event.seconds}
                 change["replication_error"] = None
             case events.VersionVerified():
-                change = {"verified": step, "verified_s": event.time_s, "verified_after_s": event.seconds}
-                change["agreement_error"] = None
+                change = {"verified": step, "verified_s": event.time_s, "agreement_error": None}
+                change["verified_after_s"] = event.seconds or self.verified_after_s
             case events.SaveFailed():
                 change = {"failures": self.failures + 1, "error": error}
             case events.SaveSkipped():
@@ -244,7 +244,8 @@ class Health:
         degraded: True if something needs attention: the latest save failed, copies are missing, no version can be
             verified, or a version that is due is not persisted.
         persisted: step of the newest persisted version; on ranks other than 0, of the newest persisted part.
-        persist_error: reason why the latest version that was due is not persisted; otherwise None.
+        persist_error: reason why the latest version that was due is not persisted, or why none could be; None once a
+            version is persisted.
         persist_lag: steps between `persisted` and the newest verified version; None if either is not known.
     """
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,12 @@ def created(make: Callable[[Any], None]) -> Iterator[tuple[multiprocessing.Proce
         process.join(DEADLINE_S)
 
 
+def descriptors(process: int | str) -> str:
+    """The open files of a process; of "self": what a program inherits from this one."""
+    program = ["ls", "-l", f"/proc/{process}/fd"]
+    return subprocess.run(program, stdout=subprocess.PIPE, text=True, close_fds=process != "self").stdout
+
+
 def test_managers_have_what_the_creator_has_but_no_secrets_on_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHPOINT_TEST_PROBE", "as of the start")
     before = set(psutil.Process().children())
@@ -70,6 +79,21 @@ def test_managers_have_what_the_creator_has_but_no_secrets_on_show(monkeypatch: 
             assert os.readlink(f"/proc/{pid}/fd/1") == os.readlink(f"/proc/{pid}/fd/2")
     assert not any(map(is_running, pids.values()))
     assert set(psutil.Process().children()) <= before, "a process is left, if only as a zombie"
+
+
+def test_programs_of_the_creator_inherit_no_descriptor_of_a_manager() -> None:
+    with DDict(1, 2, MEMORY):
+        assert "pidfd" in descriptors(os.getpid())
+        assert "pidfd" not in descriptors("self")
+
+
+def test_managers_run_nothing_that_lies_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("ml_flashpoint", *sys.stdlib_module_names):
+        (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w'); raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    with DDict(1, 1, MEMORY) as d:
+        d["a"] = 1
+    assert not (tmp_path / "ran").exists()
 
 
 def test_one_dictionary_ends_and_another_goes_on(root: Path) -> None:
@@ -101,6 +125,46 @@ def test_a_process_that_cannot_be_made_fails_the_start(root: Path, monkeypatch: 
     monkeypatch.setenv("PYTHONHOME", str(root / "nowhere"))
     with pytest.raises(DDictError, match="cannot be made: one has ended at once"):
         DDict(1, 2, MEMORY)
+    assert list(root.iterdir()) == []
+
+
+def test_a_manager_that_the_system_denies_what_it_needs_says_so(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    denied = "def pidfd_open(pid, flags=0): raise PermissionError('pidfds are denied')"
+    (tmp_path / "sitecustomize.py").write_text(f"import os\n{denied}\nos.pidfd_open = pidfd_open")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(DDictError, match="cannot be made"):
+        DDict(1, 2, MEMORY)
+    assert "PermissionError: pidfds are denied" in capfd.readouterr().err
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("failing", range(3))
+def test_managers_whose_threads_cannot_start_leave_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failing: int
+) -> None:
+    start, start_processes, started = threading.Thread.start, embedded._start_processes, list[Any]()
+
+    def start_unless_failing(thread: threading.Thread) -> None:
+        if thread.name == f"ddict-supervisor-{failing}":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def start_and_note(*given: Any) -> Any:
+        started.extend(start_processes(*given))
+        return list(started)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless_failing)
+    monkeypatch.setattr(embedded, "_start_processes", start_and_note)
+    before = set(psutil.Process().children())
+    with pytest.raises(DDictError, match="can't start new thread"):
+        DDict(1, 3, MEMORY)
+    assert not [process.pid for process in started if is_running(process.pid)]
+    assert set(psutil.Process().children()) <= before, "a process is left, if only as a zombie"
+    assert all(process.control.closed for process in started)
+    assert "pidfd" not in descriptors(os.getpid())
+    assert "Traceback" not in capfd.readouterr().err
     assert list(root.iterdir()) == []
 
 
@@ -193,6 +257,28 @@ def test_a_manager_whose_process_cannot_be_made_again_comes_back_when_it_can(
         for _ in range(MOST_DEATHS - 1):
             killed = dictionaries.kill_manager(d, 1)
             wait_until_ready(runtime, 1, other_than=killed)
+
+
+def test_a_manager_comes_back_after_the_creator_was_one_descriptor_short(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    receive, before = embedded.recv_handle, resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(embedded, "_RETRY_S", 0.01)
+
+    def receive_with_one_left(control: Connection) -> int:
+        monkeypatch.setattr(embedded, "recv_handle", receive)
+        os.close(lowest := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, before[1]))
+        try:
+            return receive(control)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+    with DDict(1, 2, MEMORY, replication="ring", timeout=DEADLINE_S) as d:
+        monkeypatch.setattr(embedded, "recv_handle", receive_with_one_left)
+        killed = dictionaries.kill_manager(d, 1)
+        wait_until_ready(runtime_of(d), 1, other_than=killed)
+        assert any("no descriptor of one can be had" in record.getMessage() for record in caplog.records)
 
 
 # ---- the end of the creator -----------------------------------------------------------------------------------------

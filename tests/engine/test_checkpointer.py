@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import errno
+import logging
 import os
 import subprocess
 import sys
@@ -164,6 +165,20 @@ def test_without_a_slot_a_loop_skips_and_somebody_who_waits_gets_one(checkpointe
     staged.join(30)
     explicit.commit(items=lambda: (jobs.state_of(0, 4), []))
     explicit.verified.result(30)
+
+
+def test_skips_are_logged_less_and_less_often(checkpointer: Checkpointer, caplog: pytest.LogCaptureFixture) -> None:
+    jobs.begin_and_commit(checkpointer, 1).verified.result(30)
+    checkpointer.begin(2).stage(jobs.state_of(0, 2))
+    for step in range(3, 19, 2):
+        with pytest.raises(SkippedError):
+            checkpointer.begin(step).stage(jobs.state_of(0, step))
+        checkpointer.begin(step + 1).fail(SaveError("out of luck"))
+    assert checkpointer.status.skipped == 8
+    warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert [text.rpartition("(")[2] for text in warnings if "is skipped" in text] == [
+        f"{count} skipped so far)" for count in (1, 2, 4, 8)
+    ]
 
 
 def test_a_slot_that_is_made_while_the_run_ends_is_free_again(

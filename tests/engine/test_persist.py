@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -308,6 +309,19 @@ def test_a_rank_that_cannot_write_is_named_and_the_next_version_is_tried(tmpfs: 
     assert {(event.rank, event.step) for event in told if isinstance(event, events.PersistFailed)} == {(0, 10), (1, 10)}
     assert [event.step for event in told if isinstance(event, events.VersionPersisted)] == [20]
     job.close()
+
+
+def test_a_failure_after_a_job_has_taken_a_store_over_is_logged(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    url = f"file://{tmpfs}/store"
+    one, other = Job(tmpfs / "one", url), Job(tmpfs / "other", url, waits=False)
+    wait_until(lambda: "locked" in str(other.status[0].persist_error), "another job persists there")
+    one.close()
+    wait_until(lambda: other.persisters[0].owns_store, "the store is taken over")
+    other.verify(10, due=10, ranks=[0])  # which has no slot
+    wait_until(lambda: other.status[0].persist_failures > 0, "a failure")
+    logged = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert (logging.ERROR, "step 10 is not persisted") in [(level, text.partition(",")[0]) for level, text in logged]
+    other.close()
 
 
 def test_the_end_tries_again_what_failed(tmpfs: Path, faults: Faults) -> None:

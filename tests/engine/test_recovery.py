@@ -21,7 +21,7 @@ from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.location import open_durable
 from tests.support.forked import Team, call_team
 from tests.support.part_checker import problems_in
-from tests.workers.recovery_job import Plan, go_on, play
+from tests.workers.recovery_job import Plan, await_copies, go_on, play
 
 pytestmark = pytest.mark.damages_on_purpose
 Told = list[dict[str, Any]]
@@ -88,6 +88,12 @@ def test_the_copies_that_a_recovered_version_lacks_are_pushed_first(tmpfs: Path)
         lose(tmpfs, node)
         last = 3 - node + 1
         assert call_team(go_on, tmpfs, 2, [last]) == [[(last, True, 2), (last - 1, True, 2)]] * 2
+
+
+def test_a_recovered_version_is_told_as_verified_once_all_its_copies_are_there(tmpfs: Path) -> None:
+    call_team(go_on, tmpfs, 2, [1])
+    lose(tmpfs, 1)
+    assert call_team(await_copies, tmpfs, 2) == [1, 1]
 
 
 def test_a_durable_store_that_hangs_while_it_is_opened_keeps_no_other_waiting(

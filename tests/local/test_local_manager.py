@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, UnaskedVersionsError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError, UnaskedVersionsError
 from ml_flashpoint.local import (
     AsyncCallsQueue,
     BasicTensorAwareStateDict,
@@ -79,6 +79,21 @@ def test_what_was_found_is_kept_until_the_next_save(manager: LocalCheckpointMana
     assert manager.find_latest() == 2, "it does not look again"
     manager.save(state(), 3)
     assert manager.find_latest() == 3
+
+
+@pytest.mark.parametrize("after", ["save", "load"])
+def test_nothing_has_changed_once_an_iteration_was_not_there(tmpfs: Path, after: str) -> None:
+    with contextlib.closing(LocalCheckpointManager(tmpfs)) as before:
+        assert before.find_latest() == -1
+        before.save(state(10.0), 10)
+    with contextlib.closing(LocalCheckpointManager(tmpfs)) as manager:
+        assert manager.find_latest() == 10
+        with pytest.raises(LoadError, match="step 3"):
+            manager.load(iteration=3)
+        if after == "load":
+            assert (value_of(manager.load()), manager.latest_iteration) == (10.0, 10)
+        manager.save(state(11.0), 11)
+        assert value_of(manager.load()) == 11.0
 
 
 def test_sessions_are_apart(tmpfs: Path) -> None:

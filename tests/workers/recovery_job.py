@@ -22,7 +22,7 @@ from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.copying import Copies
 from ml_flashpoint.engine.recovery import Found, Recovery, tier_of
 from ml_flashpoint.engine.sidecars import sidecar_items, sidecar_labels
-from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.format.errors import FlashpointError, UnreadableError
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.format.object_format import plan_layout
 from ml_flashpoint.memory.container import BaseContainer, JobLock, Owner
@@ -208,6 +208,24 @@ def recover_and_save(job: Job, plan: Plan) -> dict[str, Any]:
         told["error"] = (type(error).__name__, str(error))
         told["parts_lost"] = getattr(error, "parts_lost", None)
     return told
+
+
+def await_copies(report: Report, rank: int) -> int | None:
+    """Resume by a checkpointer that fetches no copies, and save nothing; return the step that is verified then."""
+    fetch_part, verified = Copies.fetch_part, threading.Event()
+
+    def fetch_own(copies: Copies, save: SaveId, part_rank: int, *args: Any, **how: Any) -> Any:
+        if part_rank != rank:
+            raise UnreadableError("no copy can be had")
+        return fetch_part(copies, save, part_rank, *args, **how)
+
+    base = os.environ["FLASHPOINT_TEST_BASE"]
+    note = lambda event: isinstance(event, events.VersionVerified) and verified.set()  # noqa: E731
+    with mock.patch.object(Copies, "fetch_part", fetch_own), Checkpointer(base) as checkpointer:
+        with events.subscribe(note, base):
+            checkpointer.latest()
+            verified.wait(30)
+        return checkpointer.status.verified
 
 
 def go_on(report: Report, rank: int, steps: Sequence[int]) -> list[tuple[int, bool, int]]:

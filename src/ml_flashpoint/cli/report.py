@@ -120,7 +120,8 @@ class Facts:
                 self._measure("copied", event, event.seconds)
                 self.copies += len(event.holders)
             case events.VersionVerified():
-                self._measure("verified", event, event.seconds)
+                if event.seconds:
+                    self._measure("verified", event, event.seconds)
                 self._reach("verified", event)
                 rank.verified = max(rank.verified or 0, event.step or 0)
             case events.VersionPersisted():

@@ -83,11 +83,9 @@ class Checkpointer:
         discard_existing: first remove all existing versions, on all nodes.
 
     Attributes:
-        base: base container. ranks: the ranks of the job. strategy: the replication strategy.
         holders: the ranks that hold copies of this rank's parts.
         container: the store of versions on this node.
         replicas: the division of replicated state among ranks.
-        phase: the state of the base container.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
@@ -226,8 +224,6 @@ class Checkpointer:
             self._held[rank] = make(rank, 0)
         return make(self.ranks.rank, 2 if config.persist is None else 3)
 
-    # ---- names ---------------------------------------------------------------------------------------------
-
     def id(self, step: int) -> CheckpointContainerId:
         """Return the path of the version of a step, whether there is one or not."""
         return CheckpointContainerId.create_child(self.base, CheckpointContainerId.format_version_container(step))
@@ -281,6 +277,8 @@ class Checkpointer:
         if self._persister is not None:  # before anybody learns that the save is verified
             self._persister.heard(verdict)
         self._saves.heard(verdict)
+        if verdict.total and self.status.verified != verdict.newest.step:  # no save of it is under way on this rank
+            self._emit(events.VersionVerified, verdict.newest.step, seconds=0.0)
         if verdict.total:
             self._pool.remove_left(verdict.retained, () if verdict.recovered is None else (verdict.recovered,))
 

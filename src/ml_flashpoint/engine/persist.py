@@ -181,7 +181,9 @@ class Persister:
         """Be the process that completes versions at this URL."""
         if not self.owns_store:
             self._owning.enter_context(self._store.owned())
-            self.owns_store = True
+            if self._is_failing:
+                _log.warning("versions can be persisted at %s from now on", self.options.url)
+            self.owns_store, self._is_failing = True, False
 
     def _persist(self, task: _Task) -> None:
         save, slot = task.save, task.slot

@@ -317,7 +317,8 @@ class Recovery:
     by rank; ``durable`` is the URL of the durable store.
 
     Attributes:
-        found, report: the version that the last `find` found, and its work on this rank; None if there was none.
+        found: the result of the last `find` that raised no error; None before.
+        report: the work of the last `find` on this rank; None if it has found nothing.
         damaged: parts that were found damaged and not replaced yet.
         checked: parts of this node that this process has checked.
         is_marked: True once the run's record says that a version is verified: `mark`.
@@ -404,7 +405,7 @@ class Recovery:
         """
         self.damaged.clear()
         self.durable.forget()
-        self.found = self.report = None
+        self.report = None
         self.found = _Search(self, wanted, frozenset(excluded), frozenset(retained)).run()
         return self.found
 

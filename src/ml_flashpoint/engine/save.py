@@ -85,7 +85,6 @@ class Save:
     Call `stage` (optional), `fill` and `commit` in this order; or `fail`. If one of these raises, the save fails.
 
     Attributes:
-        terms: the terms of the save.
         id: run and step; None while the step is not known.
         staged: done once the program may change the tensors.
         committed: done once this rank's part is committed. The result is its manifest.
@@ -311,7 +310,7 @@ class Saves:
         self.writer = PartWriter()
         self.changed = threading.Condition()
         self.under_way: set[Save] = set()
-        self._is_skipping = False
+        self._skipped = 0
         self._size_ahead: int | None = None  # of slots to be made
         self.thread = CommittingThread(self._idle)
 
@@ -366,7 +365,7 @@ class Saves:
     def note_commit(self, save: Save, name: SaveId, manifest: Manifest) -> None:
         """Take note of a save that is committed."""
         size, seconds = manifest.record.size, time.monotonic() - save.terms.began
-        self._is_skipping, self._size_ahead, board = False, size, self.board
+        self._size_ahead, board = size, self.board
         events.emit(events.PartCommitted, self.ranks, self.base, name.step, bytes=size, seconds=seconds)
         if board is not None:
             self._judge(save, name, board.verdict)  # as it was called; that it is verified is always heard later
@@ -376,12 +375,12 @@ class Saves:
     def note_failure(self, save: Save, error: BaseException) -> None:
         """Take note of a save that has failed, or was skipped."""
         is_skipped = isinstance(error, SkippedError)
-        is_first, self._is_skipping = is_skipped and not self._is_skipping, is_skipped
         if (board := self.board) is not None and save.id is not None:
             board.fail(save.id, late=int(is_skipped))
-        if is_first:
-            _log.warning("%s; skips that follow directly are only counted", error)
         if is_skipped:
+            self._skipped += 1
+            level = logging.WARNING if self._skipped.bit_count() == 1 else logging.DEBUG  # less and less often
+            _log.log(level, "%s (%d skipped so far)", error, self._skipped)
             events.emit(events.SaveSkipped, self.ranks, self.base, save.step)
         else:
             events.emit(events.SaveFailed, self.ranks, self.base, save.step, error=str(error))

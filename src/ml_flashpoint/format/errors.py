@@ -123,13 +123,7 @@ class DigestMismatchError(DamagedError):
 
 
 class CapacityError(FlashpointError):
-    """The filesystem has too little room.
-
-    Args:
-        message: see `FlashpointError`, as for what is in `context`.
-        needed_bytes: bytes that the operation needs.
-        available_bytes: bytes that are available to it.
-    """
+    """The filesystem has too little room. For ``message`` and ``context`` see `FlashpointError`."""
 
     def __init__(
         self,
@@ -273,8 +267,12 @@ def blame_of(error: BaseException) -> Blame:
 
 
 def text_of(error: BaseException) -> str:
-    """Return an error in one line, for other ranks."""
-    return str(error) if isinstance(error, FlashpointError) else f"{type(error).__name__}: {error}"
+    """Return an error in one line, for other ranks. Never raises: they wait."""
+    try:
+        text = str(error)
+    except Exception as caught:  # of the program's class
+        text = f"its text cannot be shown ({type(caught).__name__})"
+    return text if isinstance(error, FlashpointError) else f"{type(error).__name__}: {text}"
 
 
 def is_damage(error: BaseException) -> bool:

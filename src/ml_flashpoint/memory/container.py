@@ -109,7 +109,6 @@ class BaseContainer:
     """The versions and slots in one base container on this node. Thread-safe; processes share it.
 
     Args:
-        base: base container.
         lock: of the job, where one has the base container open. Every commit checks that it still has.
         make: make what is missing. False for a process that only reads or removes: then a folder that is not there is
             an `ObjectNotFoundError`, and the folder may be of copies.

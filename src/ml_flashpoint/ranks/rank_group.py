@@ -31,6 +31,7 @@ _T = TypeVar("_T")
 
 SECRET_BYTES = 32
 _GLOO_S = 0.3
+_MOST_OF_AN_ERROR = 2000
 _SHARED_MEMORY = "/dev/shm"
 
 
@@ -128,10 +129,11 @@ class RankGroup:
             result.append(action())
         except Exception as error:
             failure = error
-        for rank, reason in enumerate(self.gather(b"" if failure is None else text_of(failure).encode())):
+        blob = b"" if failure is None else json.dumps(text_of(failure)[:_MOST_OF_AN_ERROR]).encode()
+        for rank, reason in enumerate(self.gather(blob)):
             if reason:
                 where = f"rank {rank}, {self.topology.node_of(rank)}"
-                raise failure or kind(f"{what} failed on {where}: {reason.decode(errors='replace')}")
+                raise failure or kind(f"{what} failed on {where}: {json.loads(reason)}")
         return result[0]
 
     def agree_on(self, **arguments: object) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import json
 import logging
 import multiprocessing
 import multiprocessing.spawn
@@ -42,10 +41,10 @@ START_TIMEOUT_S = 60.0
 _RETRY_S = 0.5
 """Seconds until a manager whose process could not be started again is tried once more."""
 _END_S = 30.0
-# Not `-m`: that would put the current directory first on the path, whatever lies there.
+# The current directory, whatever lies there, is first on the path until the second statement: `sys` is built in.
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from ml_flashpoint.ddict.runtime.manager_process import main; main(*map(int, sys.argv[2:]))"
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from ml_flashpoint.ddict.runtime.manager_process import main; main(*map(int, sys.argv[1].split()))"
 )
 
 
@@ -87,7 +86,7 @@ def _start_processes(count: int, environment: Mapping[str, str]) -> list[_Proces
             close_in_children(end)
         its_ends = [its.fileno() for _, its in ends]
         parent = subprocess.Popen(
-            [multiprocessing.spawn.get_executable(), "-c", _PROGRAM, json.dumps(sys.path), *map(str, its_ends)],
+            [multiprocessing.spawn.get_executable(), "-c", _PROGRAM, " ".join(map(str, its_ends)), *sys.path],
             pass_fds=its_ends,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # until it is standard error
@@ -105,9 +104,12 @@ def _start_processes(count: int, environment: Mapping[str, str]) -> list[_Proces
                     raise _too_late()
                 watched = recv_handle(control)
                 undo.callback(os.close, watched)
+                os.set_inheritable(watched, False)  # one that is received is
                 started.append(_Process(control.recv(), control, watched, parent))
         except EOFError as error:
             raise OSError("one has ended at once") from error
+        except RuntimeError as error:  # of `recv_handle`: this process has no descriptor left
+            raise OSError(f"no descriptor of one can be had: {error}") from error
         undo.pop_all()
     return started
 
@@ -143,7 +145,7 @@ class Supervised:
         restarted: bool,
     ) -> None:
         self.number = int(told["config"]["manager"])
-        self.process: _Process | None = process
+        self.process: _Process | None = None
         self.ready_pid: int | None = None
         self.down = ""
         self._error: dict[str, Any] = {}  # what it said of why its last process failed, see `Dialect.describe`
@@ -319,16 +321,17 @@ class EmbeddedRuntime(Runtime):
         def is_settled() -> bool:
             return all(one.ready_pid for one in self._managers) or any(one.down for one in self._managers)
 
+        processes: list[_Process] = []
         try:
             try:
                 processes = _start_processes(len(configs), environment)
-            except (OSError, ValueError) as error:
+                for process, config in zip(processes, configs, strict=True):
+                    its = {**told, "config": config}
+                    self._managers.append(Supervised(process, its, environment, self._changed, restarted=restarted))
+            except (OSError, ValueError, RuntimeError) as error:  # the last one: no thread can be started
                 if isinstance(error, DDictTimeoutError):
                     raise
                 raise DDictError(f"the processes of managers cannot be made: {error}") from error
-            for process, config in zip(processes, configs, strict=True):
-                its = {**told, "config": config}
-                self._managers.append(Supervised(process, its, environment, self._changed, restarted=restarted))
             with self._changed:
                 if not self._changed.wait_for(is_settled, START_TIMEOUT_S):
                     raise _too_late()
@@ -336,7 +339,12 @@ class EmbeddedRuntime(Runtime):
             if failed is not None:
                 raise failed.error()
         except BaseException:
+            for process in processes[len(self._managers) :]:
+                process.reap()
             self.stop()
+            if processes and not self._managers:  # which else have waited for it
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    processes[0].parent.wait(_END_S)
             raise
 
     def pids(self) -> dict[int, int]:

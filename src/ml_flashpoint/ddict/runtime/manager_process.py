@@ -51,8 +51,12 @@ def _begin(control: int) -> None:
     with contextlib.suppress(OSError):  # unless standard error is closed
         os.dup2(2, 1)
     code = 1
-    with contextlib.suppress(EOFError, OSError):  # the creator is gone already
+    try:
         code = _run(Connection(control))
+    except (EOFError, ConnectionError):
+        pass  # the creator is gone already
+    except OSError:
+        traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

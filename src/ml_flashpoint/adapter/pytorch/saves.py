@@ -268,7 +268,6 @@ class LocalSaves:
     """Saves into the slots of this process, and the server of processes that write them. Thread-safe.
 
     Args:
-        ranks: of the job.
         open_base: returns the checkpointer of a base container, which it opens the first time: then it is collective.
         opened: returns the checkpointer of the base container that was opened, None before.
     """

@@ -62,8 +62,7 @@ STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class _Written(NamedTuple):
-    """For states of one structure: everything that this rank has, the ranks' agreement on who writes it, and this
-    rank's share."""
+    """For states of one structure: all that this rank has, the agreement on who writes it, and this rank's share."""
 
     offer: Offer
     table: Table
@@ -352,8 +351,6 @@ class Checkpointer(engine.Checkpointer):
         """Return a storage reader for ``dcp.load``, of one version or of the one that ``checkpoint_id`` names."""
         return MemoryStorageReader(version, self, safe_globals=self.config.safe_globals)
 
-    # ---- life ----------------------------------------------------------------------------------------------
-
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until all futures of all saves have ended. Give up saves of DCP that another rank has not finished.
         Return False after ``deadline_s`` seconds."""
@@ -386,18 +383,13 @@ def warn_of_shared_store(rank: int) -> None:
 
 
 class _Load:
-    """One load, into the objects of all ranks or of none: of the version of the step ``wanted``, or of the newest
-    one that all ranks can load. All ranks vote on each step, so that one rank's trouble is an error on all.
-
-    Attributes:
-        failures: of the versions that could not be loaded, newest first.
-    """
+    """One load, into the objects of all ranks or of none. All vote on each step: one rank's trouble is all ranks'."""
 
     def __init__(self, checkpointer: Checkpointer, tracked: TrackedState, wanted: int | None) -> None:
         self._checkpointer, self._tracked, self._wanted = checkpointer, tracked, wanted
         self._joint = JointLoad(checkpointer)
         self._unloadable: NothingLoadableError | None = None
-        self.failures = self._joint.failures
+        self.failures = self._joint.failures  # newest first
 
     def run(self, *, may_fall_back: bool) -> CheckpointContainerId | None:
         """Return the version that was loaded, if one was. Raise where all ranks must stop."""

@@ -53,11 +53,8 @@ class Persist:
 
     @staticmethod
     def of(url: str | None, every: int = 50, keep: int = 3, bytes_per_s: float | None = None) -> Persist | None:
-        """Return the settings for these keywords of an adapter; None without a URL.
-
-        Raises:
-            InvalidArgumentError: an argument is invalid, also without a URL.
-        """
+        """Return the settings for these keywords of an adapter; None without a URL. Raise an `InvalidArgumentError` if
+        one is invalid, also without a URL."""
         options = Persist("/" if url is None else url, every, keep, bytes_per_s)
         return None if url is None else options
 

@@ -244,15 +244,13 @@ class LoaderState(PlaceInData):
         return self._counted(epoch, inner, drawn, through)
 
     def _is_next_epoch(self, epoch: Epoch) -> bool:
-        """Return True if the program has gone on to the next epoch after the last batch of the one before. Raise a
-        `LoadError` if it has set another epoch and no checksum of batches would tell: other ranks began it, or the
-        loader goes on by a state of its own."""
+        """Return True if the program has gone on to the next epoch after the last batch of the one before."""
         begun = self._set_epoch()
         if begun == epoch.set_epoch:
             return False
         if self._is_through(epoch):
             return True
-        if self._stateful or not epoch.position:
+        if self._stateful or not epoch.position:  # no checksum would tell: a state of its own, or other ranks began it
             raise LoadError(
                 f"the sampler of {self._name!r} was set to epoch {begun}, and its state is of the midst of epoch"
                 f" {epoch.set_epoch}",
@@ -299,8 +297,7 @@ class LoaderState(PlaceInData):
         return epoch, inner, indices.drawn
 
     def _make_quietly(self) -> None:
-        """Have what torchdata draws for the next iterator put back: an undisturbed run makes none there. An
-        ``__iter__`` that is a generator makes it at the first batch."""
+        """Have what torchdata draws for the next iterator put back: an undisturbed run makes none there."""
         loader: Any = getattr(self.loader, "base_dataloader", self.loader)  # which Accelerate's wrap
 
         def make_quietly() -> Any:
@@ -311,7 +308,7 @@ class LoaderState(PlaceInData):
             finally:
                 self.restore(now)
 
-        loader._get_iterator = make_quietly
+        loader._get_iterator = make_quietly  # an ``__iter__`` that is a generator calls it at the first batch
 
     def _counted(self, epoch: Epoch, inner: Iterator[Any], drawn: deque[int], through: Through | None) -> Iterator[Any]:
         """Give the batches of a pass, and note what counts of each once the loop has it."""
@@ -383,14 +380,13 @@ def _is_finished(own: dict[str, Any] | None) -> bool:
 
 
 class _Indices:
-    """The stand-in for a loader's sampler: the same indices, counted, after those of batches that were given already.
-    ``drawn`` are checksums after batches that are being fetched."""
+    """The stand-in for a loader's sampler: the same indices, counted, after those of batches already given."""
 
     def __init__(self, sampler: Any, epoch: Epoch, name: str, generators: LoaderState) -> None:
         self._sampler, self._epoch, self._name, self._generators = sampler, epoch, name, generators
         self._to_skip, self._checksum = 0, 0
         self._indices: Iterator[Any] = iter(())
-        self.drawn: deque[int] = deque()
+        self.drawn: deque[int] = deque()  # checksums after batches that are being fetched
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -426,9 +422,6 @@ class _Indices:
 
     def _count(self, batch: object) -> None:
         self._checksum = zlib.crc32(repr(batch).encode(), self._checksum)
-
-
-# ---- random numbers of workers ---------------------------------------------------------------------------------
 
 
 class _Tagged(NamedTuple):
@@ -471,9 +464,6 @@ class _GoingOn:
             self._init(place)
         if place < len(self._generators) and self._generators[place]:
             restore_rng_state(load_archive(self._generators[place], "a worker's generators", path="a loader"))
-
-
-# ---- the rest of an epoch, dealt to another number of ranks ----------------------------------------------------
 
 
 def rest_of_epoch(states: list[Any], rank: int, world_size: int) -> dict[str, Any]:

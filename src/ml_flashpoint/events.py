@@ -419,11 +419,8 @@ def subscribe(
 
 
 def flush(deadline_s: float | None = None) -> bool:
-    """Wait until subscribers were called for all events so far; return False if they were not in time.
-
-    Args:
-        deadline_s: seconds at most; by default ``FLASHPOINT_EXIT_DEADLINE_S``.
-    """
+    """Wait until subscribers were called for all events so far; return False if they were not in time. The deadline is
+    ``FLASHPOINT_EXIT_DEADLINE_S`` by default."""
     return _bus.flush(exit_deadline_s() if deadline_s is None else deadline_s)
 
 
@@ -462,9 +459,6 @@ def _append(path: str, event: Event) -> None:
 
 def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)  # does not wait for the reader of a pipe
-
-
-# ---- lines for people -----------------------------------------------------------------------------------------------
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -10,11 +10,7 @@ DISTRIBUTION: Final = "torch-flashpoint"
 
 
 def require(extra: str, *packages: str) -> None:
-    """Check that packages are installed, without importing them.
-
-    Raises:
-        ModuleNotFoundError: one is not; names the extra, which brings them.
-    """
+    """Raise a `ModuleNotFoundError`, which names the extra, if a package is not installed. Import none of them."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(

@@ -159,7 +159,6 @@ class Flashpoint:
         """Return the batches of a tracked loader, from its current position. Each ``for`` loop is one pass.
 
         Args:
-            loader: a tracked loader.
             through: a function that prefetches: it takes an iterable, and yields each of its batches once, in order.
         """
         return self._loaders.batches(loader, through)
@@ -221,8 +220,6 @@ class Flashpoint:
         With ``overlap``, call it before code other than ``optimizer.step()`` changes tensors of a tracked optimizer.
         """
         self._checkpointer.overlap.before_update()
-
-    # ---- what becomes of saves ----------------------------------------------------------------------------
 
     def _save(self, step: int, *, explicit: bool) -> None:
         """Save. A save that fails is counted and logged, once it has ended."""
@@ -320,8 +317,6 @@ class Flashpoint:
         more: dict[str, float | None] = {"last_saved": saved, "last_replicated": copied, "copies_lag": lag}
         more["recovery_s"] = None if recovery is None else recovery.seconds
         return self.health.scalars(prefix) | {f"{prefix}{k}": float(v) for k, v in more.items() if v is not None}
-
-    # ---- life ---------------------------------------------------------------------------------------------
 
     @property
     def is_closed(self) -> bool:

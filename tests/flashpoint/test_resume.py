@@ -130,6 +130,14 @@ def test_without_fallback_damage_is_an_error_and_no_fresh_start(base: Path) -> N
     assert versions(base) == []
 
 
+def test_a_version_in_another_format_is_refused_by_its_format(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as before:
+        before.setattr("ml_flashpoint.format.object_format._FORMAT", "1")
+        save(base, stored=Stored(1))
+    with pytest.raises(NothingLoadableError, match=r"step-1_ckpt.*format '1'.*the ml_flashpoint that saved it"):
+        resumed(base, stored=Stored(5))
+
+
 @pytest.mark.parametrize(("returned", "step"), [(None, 0), (0, 0), (12, 12)])
 def test_what_a_fallback_returns(base: Path, returned: int | None, step: int) -> None:
     with Flashpoint(base) as fp:

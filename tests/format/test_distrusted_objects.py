@@ -211,7 +211,7 @@ class TestDistrust:
     @pytest.mark.parametrize(
         ("marks", "entries"),
         [
-            ({"format": "2"}, {"a": described()}),
+            ({"format": "1"}, {"a": described()}),
             ({"format": 1}, {"a": described()}),
             ({"more": ""}, {"a": described()}),
             ({"bytes": ["b"]}, {"a": described()}),
@@ -254,14 +254,14 @@ class TestDistrust:
         ],
     )
     def test_marks_are_not_trusted(self, marks: dict[str, object], entries: dict[str, object]) -> None:
-        marks = {"format": "1", "bytes": [], "aliases": {}, "dtypes": {}} | marks
+        marks = {"format": "2", "bytes": [], "aliases": {}, "dtypes": {}} | marks
         file = file_of({"__metadata__": {"__flashpoint__": json.dumps(marks)}, **entries}, b"data")
         assert is_safetensors(file)
         with pytest.raises(ObjectFormatError):
             parse_header(file, len(file))
 
     @pytest.mark.parametrize(
-        "marks", ["", "{}", "[]", "a", "[" * 100_000, '{"format":"1"}', '{"format":"1","format":"1"}']
+        "marks", ["", "{}", "[]", "a", "[" * 100_000, '{"format":"2"}', '{"format":"2","format":"2"}']
     )
     def test_marks_are_a_whole_object(self, marks: str) -> None:
         file = file_of({"__metadata__": {"__flashpoint__": marks}, "a": described()}, b"data")

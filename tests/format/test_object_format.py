@@ -247,7 +247,7 @@ class TestHeader:
             "__metadata__": {
                 "format": "pt",
                 "step": "5",
-                "__flashpoint__": '{"format":"1","bytes":["c"],"aliases":{"d":"b"},"dtypes":{"a":"complex64 2,3"}}',
+                "__flashpoint__": '{"format":"2","bytes":["c"],"aliases":{"d":"b"},"dtypes":{"a":"complex64 2,3"}}',
             },
             "a": {"dtype": "U8", "shape": [48], "data_offsets": [0, 48]},
             "b": {"dtype": "BF16", "shape": [], "data_offsets": [48, 50]},

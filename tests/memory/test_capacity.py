@@ -46,6 +46,14 @@ def test_a_container_that_sees_its_own_group_as_the_top(tmpfs: Path) -> None:
     assert available_bytes(tmpfs, root=tmpfs) == MIB + 3
 
 
+def test_a_group_inside_of_a_container_that_sees_its_own_as_the_top(tmpfs: Path) -> None:
+    processes(tmpfs, "0::/docker/abc/job/rank")
+    group(tmpfs, "job/rank", max="max", current=MIB, stat=STAT)
+    group(tmpfs, "job", max=4 * MIB, current=MIB, stat=STAT)
+    group(tmpfs, "", max=8 * MIB, current=MIB, stat=STAT)
+    assert available_bytes(tmpfs, root=tmpfs) == 3 * MIB + 1200
+
+
 @pytest.mark.parametrize("seen", ["memory/docker/abc", "memory"])
 def test_version_1(tmpfs: Path, seen: str) -> None:
     processes(tmpfs, "5:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/")

@@ -67,6 +67,18 @@ def test_openings_of_one_process_share_the_lock_and_forked_children_have_none(tm
     os.close(tell)
 
 
+def test_another_job_id_in_the_same_process_shares_the_lock_of_its_job(tmpfs: Path) -> None:
+    first = JobLock(tmpfs, "job", 0)
+    with Child(stay, str(tmpfs), "job") as other:
+        other.next_report("open")
+        second = JobLock(tmpfs, "another", 0)
+        second.check()
+        first.check()
+        other.say("end")
+        assert other.result() == "ended"
+    assert refused(tmpfs, os.getpid())
+
+
 def test_a_lock_that_the_process_has_lost_is_taken_again_or_missed(tmpfs: Path) -> None:
     """POSIX ends it as any code of the process closes the file, such as what copies the folder."""
     lock = JobLock(tmpfs, "job", 0)

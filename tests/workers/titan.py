@@ -107,9 +107,20 @@ def trained(steps: int, folder: Path, base: Path | None, *, until: int = 0, seed
         return None
 
 
-def loaded(folder: Path, base: Path | None, **options: Any) -> tuple[bool, int, str | None]:
-    """Return what a new trainer's load says, the step that it is at then, and where that came from in memory."""
+def loaded(folder: Path, base: Path | None, *, late: str = "", **options: Any) -> tuple[bool, int, str | None]:
+    """Return what a new trainer's load says, the step that it is at then, and where that came from in memory.
+
+    ``late``: name of a checkpoint of torchtitan's that appears, in the place of "late", once ranks have agreed on one.
+    """
     trainer = trainer_of(100, folder, 9, base, **options)
+    if late:
+        agreed, checkpoints = trainer.checkpointer.flashpoint.agreed, folder / "checkpoint"
+
+        def agreed_late(step: int) -> int:
+            (checkpoints / "late").rename(checkpoints / late)
+            return int(agreed(step))
+
+        trainer.checkpointer.flashpoint.agreed = agreed_late
     is_loaded = trainer.checkpointer.load(trainer.config.checkpoint.load_step)
     recovery = None if base is None else trainer.checkpointer.flashpoint.last_recovery
     trainer.close()

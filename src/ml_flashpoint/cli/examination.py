@@ -33,7 +33,7 @@ from ml_flashpoint.memory.capacity import (
     memory_left,
     most_bytes,
 )
-from ml_flashpoint.net.reachable import reachable_host
+from ml_flashpoint.net.server import reachable_host
 
 OK, NOTE, BAD = "ok", "note", "bad"
 """Levels: as it should be; could be better, or cannot be told; a job will fail, or not be what it is for."""

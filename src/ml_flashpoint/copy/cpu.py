@@ -28,9 +28,6 @@ PIECE = 8 << 20
 _MAX_THREADS = 8  # more do not help: memory bandwidth is used up
 
 
-# ---- views ------------------------------------------------------------------------------------------------------
-
-
 def typed_view(data: torch.Tensor, begin: int, end: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """Return bytes ``begin:end`` of a 1-D uint8 tensor as a contiguous tensor; no copy. They must be aligned to the
     dtype's size."""
@@ -41,9 +38,6 @@ def view_identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that two plain strided tensors with elements share only if they are the same view of one memory."""
     lazily = (tensor.is_conj(), tensor.is_neg())  # these bits are of the view, and its memory does not know of them
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, *lazily
-
-
-# ---- pieces -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +76,6 @@ def threads_for(nbytes: int) -> int:
     if torch.get_num_threads() > 1:
         limit = 1
     return max(1, min(limit, nbytes // PIECE))
-
-
-# ---- the copy ---------------------------------------------------------------------------------------------------
 
 
 def copy_all(
@@ -178,8 +169,7 @@ def _check_memory(tensors: Sequence[torch.Tensor], argument: str) -> None:
 
 
 def _do_all(jobs: Iterator[Callable[[], None]], threads: int) -> None:
-    """Do jobs that this thread and some of the pool take from one iterator. Return, or raise the first error or an
-    interrupt, once no thread is at work: the memory may go then."""
+    """Do jobs on this thread and some of the pool. End, or raise, once no thread is at work: the memory may go then."""
     if threads == 1:
         for job in jobs:
             job()

@@ -23,8 +23,6 @@ if TYPE_CHECKING:  # where it is not imported, there is no CUDA either: managers
 _log = logging.getLogger(__name__)
 _POLL_S = 1e-3
 
-# ---- questions --------------------------------------------------------------------------------------------------
-
 
 def in_use() -> bool:
     """Return True if this process has CUDA initialised, without initialising the driver to find out."""
@@ -124,14 +122,7 @@ class Event:
 
 
 class Stream:
-    """A stream of the lowest priority beside the program's. Works on any thread, whatever its current device.
-
-    Args:
-        index: of the device.
-
-    Attributes:
-        device: the one to make scratch tensors on.
-    """
+    """A stream of the lowest priority beside the program's. Works on any thread, whatever its current device."""
 
     def __init__(self, index: int) -> None:
         import torch
@@ -273,19 +264,12 @@ class Runtime:
 
 
 class _Process:
-    """The page-locks of this process. Every access is one atomic step, and no lock is held: the garbage collector may
-    end a mapping anywhere, which unlocks memory.
+    """The page-locks of this process, without a lock: garbage collection ends mappings, and so unlocks, anywhere."""
 
-    Attributes:
-        device: the index of a device that it has copied from or to; None before.
-        locked: end of the locked memory of each mapping, by the begin of that.
-        runtime: None before it is needed, and False if it cannot be found.
-    """
-
-    def __init__(self) -> None:
-        self.device: int | None = None
-        self.locked: dict[int, int] = {}
-        self.runtime: Any = None
+    def __init__(self) -> None:  # every access is one atomic step
+        self.device: int | None = None  # index of one that this process has copied from or to
+        self.locked: dict[int, int] = {}  # end of the locked memory of each mapping, by its begin
+        self.runtime: Any = None  # until it is needed; False if it cannot be found
         self.warned: set[str] = set()
 
 

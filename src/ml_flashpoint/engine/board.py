@@ -200,8 +200,7 @@ class Board:
         return store
 
     def _answer(self, store: SignedStore, verdict: Verdict) -> bool:
-        """Push the round's part if it is committed, and publish the answer if there is one. Return False if there was
-        nothing to do."""
+        """Push the round's part if it is committed, and publish the answer. Return False if there is nothing to do."""
         member = self._member
         with self._lock:
             if member.verdict is not verdict:
@@ -230,11 +229,7 @@ class Board:
         return True
 
     def _lead(self, store: SignedStore, leader: Leader, old: Verdict) -> bool:
-        """Decide a round on rank 0: adopt the verdict, then publish it. Return False if that cannot be done yet.
-
-        Where publishing fails, `_connected` does it again. Were the verdict adopted last, a failure in between would
-        have rank 0 decide once more, and two verdicts would have one number.
-        """
+        """Decide a round on rank 0. Return False if that cannot be done yet."""
         now = time.monotonic()
         has_answered = self._published is not None and self._published.number == old.number
         is_late = has_answered and now - self._answered > self._late_s
@@ -255,6 +250,8 @@ class Board:
             )
             if verdict is None:
                 return False
+            # Adopted before it is published, which `_connected` repeats if that fails. Else a failure in between would
+            # have rank 0 decide once more, and two verdicts would have one number.
             self._member.adopt(verdict)
         self._decided, self._late_s = now, self._first_late_s
         store.set("verdict", json.dumps(verdict))

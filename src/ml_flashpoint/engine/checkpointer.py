@@ -83,11 +83,9 @@ class Checkpointer:
         discard_existing: first remove all existing versions, on all nodes.
 
     Attributes:
-        base: base container. ranks: the ranks of the job. strategy: the replication strategy.
         holders: the ranks that hold copies of this rank's parts.
         container: the store of versions on this node.
         replicas: the division of replicated state among ranks.
-        phase: the state of the base container.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
@@ -225,8 +223,6 @@ class Checkpointer:
         for rank in held[self.ranks.rank]:
             self._held[rank] = make(rank, 0)
         return make(self.ranks.rank, 2 if config.persist is None else 3)
-
-    # ---- names ---------------------------------------------------------------------------------------------
 
     def id(self, step: int) -> CheckpointContainerId:
         """Return the path of the version of a step, whether there is one or not."""

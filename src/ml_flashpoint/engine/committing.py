@@ -79,16 +79,14 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """A layout, and the tensors that it was made for: their names, dtypes, shapes and aliases, and the keys of the byte
-    items. ``to_file`` brings the caller's tensors in the order of the entries, ``to_caller`` back; ``views`` are the
-    tensors in each slot. For ``kind`` see `Save.stage`."""
+    """A layout, and the names, dtypes, shapes, byte keys and aliases that it was made for: the signature."""
 
-    kind: object
+    kind: object  # see `Save.stage`
     signature: tuple[object, ...]
     layout: Layout
     pieces: Sequence[Piece]
-    to_file: Callable[[Sequence[Any]], Sequence[Any]]
-    to_caller: Callable[[Sequence[Any]], Sequence[Any]]
+    to_file: Callable[[Sequence[Any]], Sequence[Any]]  # from the caller's order to that of the entries
+    to_caller: Callable[[Sequence[Any]], Sequence[Any]]  # and back
     views: weakref.WeakKeyDictionary[Slot, Sequence[torch.Tensor]] = field(default_factory=weakref.WeakKeyDictionary)
 
 
@@ -168,8 +166,7 @@ class PartWriter:
         part.byte_items = list(byte_items)
 
     def _name(self, part: Part, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> bool:
-        """Name what was staged. Return False if there is nothing, or an object cannot hold it as it lies: views
-        overlap, or there is no room."""
+        """Name what was staged. Return False if there is nothing, or an object cannot hold it as it lies."""
         slot, begin, end = part.slot, part.begin, part.end
         if slot is None:
             return False
@@ -231,8 +228,7 @@ class PartWriter:
 
 
 def _wastes(nbytes: int, part: Part) -> bool:
-    """Return True if an object is much smaller than what was staged for it, as it is where DCP copies all of a
-    replicated state before it divides the state: copies would be as large as the slot."""
+    """Return True if an object is much smaller than what was staged, since DCP stages all of a replicated state."""
     return nbytes * 3 < part.end * 2
 
 

@@ -34,7 +34,7 @@ from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.memory.slot import PAGE, Slot, State, no_room
 from ml_flashpoint.net.messages import Fields, integer
-from ml_flashpoint.net.reachable import reachable_host
+from ml_flashpoint.net.server import reachable_host
 from ml_flashpoint.net.transfers import Address, BlockChecker, PartName, PeerConnection, TransferService, push_to_all
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.ranks.strategies import ReplicationStrategy

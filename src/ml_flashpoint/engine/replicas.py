@@ -72,13 +72,7 @@ class _NotYetError(UnreadableError):
 
 
 class Replicas:
-    """One rank's view of what ranks have alike. Thread-safe.
-
-    Args:
-        rank, ranks: this rank, and how many there are.
-        store: the job's store.
-        emit: `events.emit`, bound to a rank and base.
-    """
+    """One rank's view of what ranks have alike. Thread-safe. ``emit`` is `events.emit`, bound to a rank and base."""
 
     def __init__(
         self, rank: int, ranks: int, store: JobStore, emit: Callable[..., None] = lambda kind, step, **fields: None
@@ -241,12 +235,7 @@ class Replicas:
         self._published = own, seen
 
     def _adopt(self, save: SaveId | None) -> Table:
-        """Return the table for the entries of all ranks, by which this rank writes from now on.
-
-        Raises:
-            UnreadableError: the ranks have not come to the save, if there is one, or not published what they have.
-            SaveError: a rank could not read its state.
-        """
+        """Return the table for the entries of all ranks, by which this rank writes from now on. Raises as `agree`."""
         with self._using() as store:
             self._publish_entry(store)
             keys = [f"entry/{rank}" for rank in range(self._ranks)]

@@ -118,7 +118,6 @@ class Answer(NamedTuple):
     Attributes:
         number: of the verdict that began the round.
         save: the round's save on this rank.
-        outcome: its result.
         late: if lost, the number of saves by which the rank learned of the round too late, or lacked a slot.
         table: name of the agreement on who writes what by which the part was written.
     """
@@ -145,7 +144,6 @@ class Member:
 
     Attributes:
         verdict: the newest verdict that this rank knows; at first that which recovery has found.
-        keep: rule for the verified versions that stay.
         calls: saves that the program has called, newest last, and the agreement on who writes what of each.
         target: the round's save; None until the rank calls it.
         answer: the answer to the round; None until there is one.
@@ -228,7 +226,6 @@ class Leader:
     """The decisions of rank 0, which is a member, too. Not thread-safe.
 
     Attributes:
-        member: rank 0's own side. ranks: number of ranks.
         persist_every: steps. The first verified save at or after each multiple is due to be persisted; 0 for none.
         slack: saves by which the next round begins later, because ranks have learned of rounds too late.
         lost: saves that some rank has no part of, newer than the newest verified one. No round begins with one.
@@ -318,8 +315,7 @@ class Leader:
         return Verdict(old.number + 1, verified, first, old.total + 1, persist=persist, lost=lost)
 
     def _explicit(self, newest: SaveId) -> tuple[list[SaveId], tuple[SaveId, ...]]:
-        """Return the saves newer than a verified one that somebody waits for: those that every rank may have, and a few
-        of the newest that some rank lacks."""
+        """Return the saves that somebody waits for: those that every rank may have, and a few that some rank lacks."""
         there = self.member.parts.keys() - self.lost
         waiting = [save for save in self.member.explicit if save > newest]
         lacked = [save for save in waiting if save not in there]

@@ -85,7 +85,6 @@ class Save:
     Call `stage` (optional), `fill` and `commit` in this order; or `fail`. If one of these raises, the save fails.
 
     Attributes:
-        terms: the terms of the save.
         id: run and step; None while the step is not known.
         staged: done once the program may change the tensors.
         committed: done once this rank's part is committed. The result is its manifest.

@@ -96,18 +96,14 @@ def interrupts_held() -> Iterator[None]:
 
 
 class _Handler:
-    """A handler of SIGTERM. With no engines, it passes on: another handler may have been installed on top.
-
-    Args:
-        below: an earlier one that another handler was installed on top of. Loses its engines to this one.
-    """
+    """A handler of SIGTERM. With no engines, it passes on: another handler may have been installed on top."""
 
     def __init__(self, below: _Handler | None = None) -> None:
         self.engines: list[InFlight] = [] if below is None else below.engines
         self._came: float | None = None  # when the SIGTERM did that is to be answered
         self._earlier = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, self._on_signal)
-        if below is not None:  # until now a SIGTERM was for that one
+        if below is not None:  # another handler was installed on top of it; until now a SIGTERM was for that one
             below.engines, self._came = [], self._came if below._came is None else below._came
             below.remove()
         reader, writer = os.pipe()

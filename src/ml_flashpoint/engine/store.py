@@ -20,7 +20,7 @@ from hashlib import blake2b
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined, unused-ignore]
 
 from ml_flashpoint.format.errors import FlashpointError
-from ml_flashpoint.net.reachable import reachable_host
+from ml_flashpoint.net.server import reachable_host
 from ml_flashpoint.ranks.rank_group import RankGroup
 
 _log = logging.getLogger(__name__)
@@ -30,12 +30,8 @@ _CLIENT_S = 5.0
 
 
 class SignedStore:
-    """A client of a store of torch whose values are signed, under a prefix. Not thread-safe: a call waits behind
-    another thread's.
-
-    Attributes:
-        plain: the same keys without signatures: for counts.
-    """
+    """A client of a store of torch whose values are signed, under a prefix; those of ``plain``, for counts, are not.
+    Not thread-safe: a call waits behind another thread's."""
 
     def __init__(self, store: Store, prefix: str, secret: bytes) -> None:
         self.plain = PrefixStore(prefix, store)

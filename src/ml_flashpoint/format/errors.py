@@ -123,13 +123,7 @@ class DigestMismatchError(DamagedError):
 
 
 class CapacityError(FlashpointError):
-    """The filesystem has too little room.
-
-    Args:
-        message: see `FlashpointError`, as for what is in `context`.
-        needed_bytes: bytes that the operation needs.
-        available_bytes: bytes that are available to it.
-    """
+    """The filesystem has too little room. For ``message`` and ``context`` see `FlashpointError`."""
 
     def __init__(
         self,

@@ -43,9 +43,6 @@ _REFUSALS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM)
 """Errors of the system where something else than a folder lies, or somebody else decides."""
 
 
-# ---- forked children ------------------------------------------------------------------------------------------------
-
-
 class _Closable(Protocol):
     def close(self) -> None: ...
 

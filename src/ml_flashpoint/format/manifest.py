@@ -89,9 +89,6 @@ def decode_record(
     return content
 
 
-# ---- manifests -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class ObjectRecord:
     """The object of a part, in its manifest.
@@ -129,7 +126,6 @@ class Manifest:
         rank: global rank whose part this is.
         world_size: number of ranks, and so of parts, of the version.
         node: id of the node that the rank ran on, a file name.
-        record: the object of the part.
         labels: text by keys that readers need before they open the object.
     """
 

@@ -30,9 +30,6 @@ _SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}")
 _PART_FILE = re.compile(rf"rank-([0-9]{{5,8}})-({_SAVE_ID.pattern})\.(manifest|safetensors)")
 
 
-# ---- ids ------------------------------------------------------------------------------------------------------------
-
-
 def _shown(name: str) -> str:
     return ascii(name if len(name) <= 80 else name[:80] + "...")
 
@@ -160,9 +157,6 @@ class CheckpointContainerId(str):
     def step(self) -> int | None:
         """The step of a version; None if the last segment is not the name of one."""
         return self.parse_version_container(self.name)
-
-
-# ---- saves, and the files of parts ----------------------------------------------------------------------------------
 
 
 class SaveId(NamedTuple):

@@ -50,12 +50,12 @@ MAX_HEADER_BYTES: Final = 100_000_000
 
 _DEFAULT_RESERVE: Final = 16 * 1024
 _RESERVE_A_TENSOR: Final = 24  # the names that tensors get in the end may be longer than those that they are staged by
-_FORMAT: Final = "1"
+_FORMAT: Final = "2"
 _MARKS: Final = "__flashpoint__"
 _RESERVED: Final = "__flashpoint__."
 _GAP: Final = _RESERVED + "gap."
 _TAIL: Final = _RESERVED + "tail"
-_NO_MARKS: Final = '{"format":"1","bytes":[],"aliases":{},"dtypes":{}}'
+_NO_MARKS: Final = f'{{"format":"{_FORMAT}","bytes":[],"aliases":{{}},"dtypes":{{}}}}'
 _LENGTH: Final = struct.Struct("<Q")
 _OUTSIDE_TEXT: Final = b"[]{}:,0123456789 \t\r\n"
 _NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
@@ -308,7 +308,7 @@ def parse_header(buf: Buffer, file_size: int | None, path: str | os.PathLike[str
     if _LENGTH.size + len(header) != data_start:
         raise ObjectFormatError("the header is truncated", path=path)
     try:
-        return _parse(header, data_start, file_size)
+        return _parse(header, data_start, file_size, path)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError, MemoryError) as error:
         raise ObjectFormatError(f"the header is not valid: {error}", path=path) from error
 
@@ -316,13 +316,17 @@ def parse_header(buf: Buffer, file_size: int | None, path: str | os.PathLike[str
 # From here on, ValueError, TypeError, AttributeError or KeyError for whatever is not valid.
 
 
-def _parse(header: bytes, data_start: int, file_size: int | None) -> ParsedHeader:
+def _parse(header: bytes, data_start: int, file_size: int | None, path: str | os.PathLike[str] | None) -> ParsedHeader:
     content = _load_json(header)
     metadata = content.pop(METADATA_KEY, {})
     _check_texts(content, metadata, metadata.values())
     marks = _load_json(metadata.pop(_MARKS, _NO_MARKS).encode())
-    if marks.pop("format") != _FORMAT:
-        raise ValueError(f"the object does not have format version {_FORMAT}")
+    if (found := marks.pop("format")) != _FORMAT:
+        raise ObjectFormatError(
+            f"the object has format {found!a:.40}, and this ml_flashpoint reads format {_FORMAT!a}",
+            path=path,
+            hint="load it with the ml_flashpoint that saved it",
+        )
     listed, dtypes, aliases = marks.pop("bytes"), marks.pop("dtypes"), marks.pop("aliases")
     _check_texts(marks, listed, dtypes, dtypes.values(), aliases, aliases.values())
     if marks or type(listed) is not list or not dtypes.keys().isdisjoint(listed):

@@ -148,9 +148,6 @@ class _Taken:
         return self.tensors[name]
 
 
-# ---- the way back -------------------------------------------------------------------------------------------------
-
-
 class Part(NamedTuple):
     """The content of an object; ``wrapped`` is True if the state was in a `BasicTensorAwareStateDict`."""
 

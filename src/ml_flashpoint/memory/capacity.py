@@ -95,7 +95,9 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
         if path and (not controllers or "memory" in controllers.split(",")):
             top, files = (mount / "memory", _V1) if controllers else (mount, _V2)
             names = Path(path).parts[1:]
-            # A container may see its own group as the top, under a name that only means something outside.
+            # A container may see its own group as the top, so the first names may only mean something outside.
+            while names and not os.path.isdir(top.joinpath(*names)):
+                names = names[1:]
             for count in range(len(names), -1, -1):
                 yield top.joinpath(*names[:count]), files
 

@@ -109,7 +109,6 @@ class BaseContainer:
     """The versions and slots in one base container on this node. Thread-safe; processes share it.
 
     Args:
-        base: base container.
         lock: of the job, where one has the base container open. Every commit checks that it still has.
         make: make what is missing. False for a process that only reads or removes: then a folder that is not there is
             an `ObjectNotFoundError`, and the folder may be of copies.
@@ -411,9 +410,11 @@ def _temporary_files(folders: list[Path]) -> list[Path]:
 
 @dataclass(slots=True)
 class _Held:
-    """The one descriptor of a lock's file: closing another descriptor of the file would end this process's locks."""
+    """The one descriptor of a lock's file: closing another descriptor of the file would end this process's locks. The
+    byte is of the job that took the lock first."""
 
     descriptor: int
+    byte: int
     users: int = 0
 
 
@@ -466,8 +467,8 @@ class JobLock:
                 try:
                     make_tree(self.base, self._path.parent)
                     if (held := _known(self._path)) is None:
-                        held = _Held(open_own(self._path, os.O_RDWR | os.O_CREAT))
-                        pid = _lock(held.descriptor, self._byte)
+                        held = _Held(open_own(self._path, os.O_RDWR | os.O_CREAT), self._byte)
+                        pid = _lock(held)
                         if pid is not None or not is_at(held.descriptor, self._path):
                             os.close(held.descriptor)
                             if pid is not None:
@@ -497,7 +498,7 @@ class JobLock:
             status = os.stat(self._path, follow_symlinks=False)
             if (status.st_dev, status.st_ino) == self._file:
                 with _mutex:
-                    pid = None if self._held is None else _lock(self._held.descriptor, self._byte)
+                    pid = None if self._held is None else _lock(self._held)
                 if pid is not None and pid >= 0:  # others that only look, or begin, have it for a moment
                     raise _in_use(self.base, pid)
                 return
@@ -557,7 +558,8 @@ def _known(path: Path) -> _Held | None:
     return _held.get((status.st_dev, status.st_ino))
 
 
-def _lock(descriptor: int, byte: int) -> int | None:
+def _lock(held: _Held) -> int | None:
+    descriptor, byte = held.descriptor, held.byte
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
     except (BlockingIOError, PermissionError):

@@ -86,7 +86,6 @@ def choose(slots: Sequence[_V], request: SlotRequest, locked: Collection[_V], *,
 
     Args:
         slots: all slots of the pool, the one unused longest first.
-        request: the terms.
         locked: slots that cannot be had: somebody reads them, say.
         may_make: True if the pool may have one slot more, and there is room for it.
     """
@@ -128,8 +127,6 @@ class Pool:
     Raises an `OSError` if the system is short of something just now.
 
     Args:
-        container: base container.
-        owner: the rank, and the number of ranks.
         keep: verified saves that are retained.
         owners: all whose parts or copies the processes of this node keep. Slots for others are left over.
         extra: slots that the pool may have beyond ``keep + 1``: 0 for copies, 2 for the rank's own parts, 3 if they are
@@ -377,8 +374,7 @@ class Pool:
     def _make(
         self, size: int, request: SlotRequest, state: State = State.WRITING, *, least: int, old: Slot | None = None
     ) -> Slot | None:
-        """Make a slot, in a state, of the least size where there is no room for more; None if there is none at
-        all. ``old`` is removed first: the new one may need its memory."""
+        """Make a slot, of the least size where there is no room for more. Remove ``old`` first: it has the memory."""
         slot = None
         try:
             if old is not None:
@@ -400,10 +396,9 @@ class Pool:
         return slot
 
     def _replaced(self, slot: Slot, wanted: int, request: SlotRequest, least: int) -> Slot | None:
-        """Return a slot of the wanted size, or the least where there is no room, in place of one that was taken. None
-        if there is room for neither: then the slot is free again, or, beyond ``keep + 1`` and too small, removed: other
-        pools need its room, whose parts grow as well."""
+        """Return a slot of the wanted size, or the least where there is no room, in place of one that was taken."""
         with self._lock:
+            # Such a slot is removed: other pools need its room, whose parts grow as well.
             is_extra = slot.size < least and len(self._slots) > self.keep + 1
         room = self._available() + slot.size
         if not is_extra and room < wanted:

@@ -151,8 +151,6 @@ class Slot:
             os.close(descriptor)
             raise
 
-    # ---- memory --------------------------------------------------------------------------------------------
-
     def prepare(self) -> None:
         """Fault all pages in, without the GIL, and page-lock them if this process uses CUDA. Content is not changed.
 
@@ -202,8 +200,6 @@ class Slot:
             piece = torch.frombuffer(self._mapping, dtype=torch.uint8, count=end - begin, offset=begin)
             return piece.view(dtype).view(tuple(shape))
 
-    # ---- content -------------------------------------------------------------------------------------------
-
     def seal(self, layout: Layout, byte_items: Sequence[bytes] = ()) -> ObjectRecord:
         """Write the header and the byte items (the content of ``layout.byte_items``) of an object whose tensors are in
         place. Return its record. Raise a `CapacityError` if they do not fit."""
@@ -218,8 +214,6 @@ class Slot:
         with self.buffer[: layout.size] as view:
             digests = digest_blocks(view, block_size=block_size)
         return ObjectRecord(layout.size, self.size, digests, block_size)
-
-    # ---- readers, and the end ------------------------------------------------------------------------------
 
     def lock(self) -> bool:
         """Keep readers out, until `unlock`. Return False if one has the slot locked."""

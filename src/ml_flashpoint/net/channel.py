@@ -206,8 +206,6 @@ class Channel:
         """Close the connection. Safe to call twice."""
         self._sock.close()
 
-    # ---- bytes ---------------------------------------------------------------------------------------------
-
     def _send_parts(self, parts: list[Any], until: float | None) -> None:
         if sum(map(len, parts)) <= _JOIN_BELOW:
             data = b"".join(parts)
@@ -285,8 +283,7 @@ class Channel:
 
 class _Wait:
     """One wait for the other side: until a time, or else for as long as something moves. Silence counts only while
-    this process waits: one that was held up itself would otherwise blame a peer whose bytes have been there for long.
-    """
+    this process waits: one that was held up itself would else blame a peer whose bytes have been there for long."""
 
     __slots__ = ("_began", "_cancelled", "_channel", "_silent_s", "_stall_s", "until")
 

@@ -41,6 +41,22 @@ _LOG_EVERY_S: Final = 10.0
 _PAUSE_S: Final = 0.1
 
 
+def reachable_host() -> str:
+    """Return ``FLASHPOINT_HOST`` if that is set, else the source address of the route to ``MASTER_ADDR``."""
+    given = os.environ.get("FLASHPOINT_HOST")
+    if given:
+        return given
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # UDP: nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        _log.warning("cannot find the route to MASTER_ADDR=%s (%s): using this host's name", master, error)
+        return socket.gethostbyname(socket.gethostname())
+
+
 class Peer(NamedTuple):
     """The other side of a connection, by the name that logs have for it.
 
@@ -187,8 +203,6 @@ class RequestServer:
                 thread.join(max(0.0, until - time.monotonic()))
         for listener in self._listeners:
             listener.close()
-
-    # ---- connections ---------------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._closed.is_set():

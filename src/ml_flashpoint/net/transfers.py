@@ -92,11 +92,9 @@ class TransferBackend(Protocol):
 
     def open_part(self, part: PartName) -> AbstractContextManager[memoryview]:
         """Return the bytes of a committed object, which stay as they are until the context is left."""
-        ...
 
     def read_manifest(self, part: PartName) -> bytes:
         """Return the encoded manifest of a part."""
-        ...
 
     def receive(self, manifest: Manifest, rider: Fields) -> AbstractContextManager[memoryview | None]:
         """Make room for a part; entering returns where its bytes go, or None if the part is held already.
@@ -104,7 +102,6 @@ class TransferBackend(Protocol):
         The part is committed when the context is left: all bytes are there and have the manifest's digests. If the
         context is left by an error, they have not, and the room is free.
         """
-        ...
 
 
 @contextlib.contextmanager

@@ -178,9 +178,6 @@ def by_name(allowed: Iterable[SafeGlobal]) -> tuple[tuple[Callable[..., Any], st
     )
 
 
-# ---- values that are saved as bytes -----------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedState:
     """State that is one item of a checkpoint. It is archived on the committing executor, and nothing changes it."""
@@ -627,8 +624,7 @@ def _exactly(value: Any) -> torch.Tensor:
 
 
 def _instance(listed: Listed, may_be_callable: bool, name: Any, content: Any) -> Any:
-    """Make an instance of the type that the user lists by a name, where the type may have moved to, or else of the
-    imported one: an enum's member of a name, a namedtuple of values, or anything plain of attributes."""
+    """Make an instance of the type that the user lists by a name, which may have moved, or else of the imported one."""
     dotted = name.replace(":", ".")
     found = listed.get(dotted, imported(name))
     if not isinstance(found, type):
@@ -662,9 +658,6 @@ _WORDS: dict[str, Callable[..., Any]] = {
     # Of Python 3.13, too.
     **{f"pathlib{sub}.{kind.__name__}": kind for sub in ("", "._local") for kind in _PATHS},
 }
-
-
-# ---- types that are found by their names --------------------------------------------------------------------------
 
 
 def is_namedtuple(kind: type) -> bool:

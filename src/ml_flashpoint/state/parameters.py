@@ -51,9 +51,6 @@ Named = list[tuple[str, nn.Parameter]]
 """Parameters by plain names."""
 
 
-# ---- modules ------------------------------------------------------------------------------------------------------
-
-
 def _unwrapped(module: nn.Module) -> nn.Module:
     """Return the module within DDP and compilation."""
     while True:
@@ -157,9 +154,6 @@ class ModuleState:
                 _unwrapped(self.module).load_state_dict(own)
 
 
-# ---- optimizers ---------------------------------------------------------------------------------------------------
-
-
 class OptimizerState:
     """One tracked optimizer, and the modules tracked beside it, by name, which may still grow.
 
@@ -219,11 +213,8 @@ class OptimizerState:
         return f"{self._name}.param_groups.{number}.{key}"
 
     def _names(self, named: Mapping[str, Named]) -> tuple[list[str] | None, nn.Module | None]:
-        """Return the names of the parameters, in the order of the groups, and the module that has them if FSDP has
-        flattened it. None for names: a parameter is in no module, or in one of several that FSDP has flattened.
-
-        Parameters of several modules have ``tracked_``, the name of the module, and a dot before theirs.
-        """
+        """Return the names of the parameters, in the order of the groups, and the module if FSDP has flattened it. No
+        names: a parameter is in no module, or in one of several that FSDP has flattened."""
         numbers = list(map(id, parameters_of(self.optimizer)))
         together: dict[int, str] = {}
         for prefix, pairs in named.items():
@@ -233,8 +224,6 @@ class OptimizerState:
             if not module.is_flat:
                 together = {number: f"tracked_{prefix}.{name}" for number, name in table.items()} | together
         return [together[each] for each in numbers] if together.keys() >= set(numbers) else None, None
-
-    # ---- loading ------------------------------------------------------------------------------------------
 
     def current(self, metadata: Metadata) -> _State:
         """Return what a checkpoint is loaded into. A fresh optimizer gets its state made. Raise a `LoadError` if no
@@ -331,8 +320,7 @@ class OptimizerState:
         self._absent, self._parameters = {}, {}
 
     def _groups(self, saved: list[_State]) -> list[_State]:
-        """Return the groups that there are, with all hyper-parameters as they were saved: those of the group that had
-        the same parameters, or of the one in the same place if a group has none."""
+        """Return the groups, with the hyper-parameters of the saved group that had their parameters, or their place."""
         group_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
         groups: list[_State] = []
         for index, (group, own) in enumerate(zip(self.optimizer.param_groups, self._grouped, strict=True)):
@@ -349,8 +337,7 @@ class OptimizerState:
         return groups
 
     def _load_flat(self, root: nn.Module, loaded: dict[str, _State], groups: list[_State]) -> None:
-        """Load parameters that FSDP has flattened. torch insists on state for every parameter: what the checkpoint
-        lacks goes in, and is removed again."""
+        """Load parameters that FSDP has flattened. torch insists on state for all: what is lacking goes in, and out."""
         state, parameters = self.optimizer.state, self._parameters
         names = dict.fromkeys([*loaded, *self._absent, *(n for n, each in parameters.items() if each not in state)])
         filled = {name: {**self._absent.get(name, {}), **loaded.get(name, {})} for name in names}
@@ -450,8 +437,7 @@ def _by_torch(root: nn.Module, optimizer: Optimizer) -> tuple[dict[str, _State],
 
 
 def _is_table(own: Mapping[str, Any], count: int) -> bool:
-    """Return True if all of a state dict of so many parameters has a name of its own in a checkpoint, under which it
-    comes back as it was."""
+    """Return True if all of a state dict has names of its own in a checkpoint, under which it comes back as it was."""
     if own.keys() != {"state", "param_groups"}:
         return False
     tables, numbers = list(own["state"].values()), list(range(count))
@@ -476,8 +462,7 @@ def _is_alike(one: _State, other: _State) -> bool:
 
 
 def _places(held: _State, entries: Mapping[Any, object], parameter: torch.Tensor) -> _State:
-    """Return what to load items of a parameter's state into that do not fit what there is. An item that is sharded
-    otherwise than the parameter gets no place: loading says so."""
+    """Return places for state that does not fit what there is. What is sharded otherwise gets none: loading says so."""
     made: _State = {}
     for kind, entry in entries.items():
         value = held.get(kind)

@@ -37,9 +37,6 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _aspects = attrgetter("shape", "dtype", "layout")
 
 
-# ---- structure ----------------------------------------------------------------------------------------------------
-
-
 def elements(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Return a function that takes these elements out of a sequence, without a step of Python for each."""
     if len(numbers) > 1:
@@ -92,9 +89,6 @@ def _tensors_of(tree: Tree) -> tuple[list[Any], ...]:
     return numbers, kinds, list(map(_aspects, tensors)), shards
 
 
-# ---- what a rank has ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Source:
     """The place of an item's value in each state: the number of a leaf, and of the local shard, if any."""
@@ -118,9 +112,7 @@ class Offer:
         own: second part of the names of what belongs to this rank alone.
 
     Attributes:
-        structure: of the states.
         plan: DCP's plan of all items, whichever rank writes them.
-        sources: of all items.
         replicas: items that other ranks may have, too, by number: all but this rank's shards and its own state.
 
     Raises:
@@ -193,9 +185,6 @@ def _described(item: WriteItem) -> tuple[object, ...]:
 
 def _digest(described: object) -> str:
     return hashlib.blake2b(repr(described).encode(), digest_size=16).hexdigest()
-
-
-# ---- what it writes -----------------------------------------------------------------------------------------------
 
 
 def item_keys(items: Sequence[WriteItem]) -> list[str]:

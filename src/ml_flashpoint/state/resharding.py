@@ -31,15 +31,14 @@ _log = logging.getLogger(__name__)
 
 
 class _Had(NamedTuple):
-    """A state that a rank has saved: its digest, the seed of a generator (of rank 0), if it is a place in the data, and
-    its archive, for a function."""
+    """A state that a rank has saved."""
 
     name: str
     rank: int
     digest: bytes
-    seed: int | None
-    is_place: bool
-    archive: bytes
+    seed: int | None  # of a generator of rank 0
+    is_place: bool  # in the data
+    archive: bytes  # for a function
 
 
 class Resharding:

@@ -152,8 +152,6 @@ class DurableVersions(VersionStore):
             return not isinstance(error, ObjectNotFoundError)
         return True
 
-    # ---- removing -----------------------------------------------------------------------------------------
-
     def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> list[str]:
         """See `VersionStore.remove`."""
         wanted = [each for each in reversed(self.versions()) if each.step >= 0 and step in (None, each.step)]

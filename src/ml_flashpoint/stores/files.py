@@ -86,8 +86,7 @@ class Files:
 
     @contextlib.contextmanager
     def _calling(self, translated: _Translated, name: str, *, root: bool = False) -> Iterator[tuple[Any, str]]:
-        """Yield the filesystem and the path of a name in it, which may be "" for the root if that is said. Errors are
-        translated by `reading` or `writing`."""
+        """Yield the filesystem and the path of a name in it, "" for the ``root``, with its errors translated."""
         filesystem, inner = self._filesystem
         path = inner if root and not name else f"{inner}/{_checked(name)}"
         with translated(self.path_of(name), Exception):

@@ -195,9 +195,6 @@ class VersionStore(ABC):
         return contextlib.nullcontext()
 
 
-# ---- objects --------------------------------------------------------------------------------------------------------
-
-
 class StoredObject:
     """The object of a part that several stores hold, read by ranges. Thread-safe.
 

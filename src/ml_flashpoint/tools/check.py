@@ -19,7 +19,6 @@ class CheckedPart:
     """A rank's part of a version, after a look at it.
 
     Attributes:
-        rank: of the part.
         manifest: None if it cannot be used.
         problems: the damage that was found, as paths and messages.
         removed: True if the part was removed meanwhile; then nothing is wrong.

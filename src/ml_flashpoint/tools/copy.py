@@ -186,10 +186,7 @@ def _write_parts(
     *,
     at_a_time: int = 1,
 ) -> tuple[int, int]:
-    """Write all parts; return the bytes of their files, and the number of parts that were not there yet.
-
-    Threads are those that nobody waits for when the process ends: a store may hang.
-    """
+    """Write all parts; return the bytes of their files, and the number of parts that were not there yet."""
     failures: list[BaseException] = []
     lock, done, written = threading.Lock(), 0, 0
     with contextlib.ExitStack() as stack:
@@ -233,7 +230,7 @@ def _write_parts(
 
         if at_a_time == 1:
             work()
-        else:
+        else:  # by threads that nobody waits for when the process ends: a store may hang
             wait([in_background(work, "flashpoint-persist") for _ in range(min(at_a_time, len(parts)))])
     if failures:
         raise failures[0]

@@ -126,9 +126,6 @@ def _check_names(format: str, prefix: str, names: Mapping[str, str] | None) -> N
         raise InvalidArgumentError("two would get the same name", argument="names", value=names)
 
 
-# ---- what is written ------------------------------------------------------------------------------------------------
-
-
 class _Planner:
     """Gives a DCP writer the data of its items."""
 
@@ -253,8 +250,7 @@ def _write_torch(version: VersionItems, folder: Path, shard_bytes: int) -> tuple
 
 
 def _as_torch_reads(value: Any) -> Any:
-    """Return a value with tensors in place of NumPy's arrays, and Python's numbers in place of NumPy's. Raise whatever
-    ``torch.load(weights_only=True)`` raises if that would refuse it."""
+    """Return a value without NumPy's types. Raise what ``torch.load(weights_only=True)`` would raise for it."""
     if type(value) in _READ:
         return value
     if any(isinstance(leaf, (np.ndarray, np.generic)) for leaf in tree_leaves(value)):

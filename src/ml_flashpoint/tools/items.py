@@ -34,7 +34,6 @@ class OpenVersion:
     """A version that is held and can be read. Made by `open_version`; a context manager. Not thread-safe.
 
     Attributes:
-        step: training step.
         world_size: number of ranks that saved it.
         manifests: those of the parts that are here, by rank.
     """
@@ -259,7 +258,6 @@ class VersionItems:
         """Return a whole tensor.
 
         Args:
-            fqn: its name.
             scratch: a folder for files, in which tensors are put together; in memory if there is none.
             on_disk: True if the tensor is kept for long: then it is in a file in any case, unless it is small.
         """

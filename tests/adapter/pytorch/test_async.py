@@ -7,6 +7,8 @@ import gc
 import inspect
 import json
 import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -296,9 +298,17 @@ def test_closing_the_writer_waits_for_a_first_save_whose_base_container_is_not_k
     future.result(RESULT_TIMEOUT_S)
 
 
+@pytest.fixture
+def start_thread() -> Iterator[Callable[..., None]]:
+    """Starts a thread that lives until the test ends, as those of loaders and loggers do."""
+    ended = threading.Event()
+    yield lambda *, daemon: threading.Thread(target=ended.wait, daemon=daemon).start()
+    ended.set()
+
+
 @pytest.mark.timeout(60)
 def test_a_saving_process_that_cannot_be_started_holds_up_no_later_save(
-    door: Door, process_group: None, monkeypatch: pytest.MonkeyPatch
+    door: Door, process_group: None, monkeypatch: pytest.MonkeyPatch, start_thread: Callable[..., None]
 ) -> None:
     """What it was to save is staged, and stays for as long as somebody keeps the failure with its traceback."""
     executor = pytest.importorskip("torch.distributed.checkpoint._async_process_executor")
@@ -312,6 +322,7 @@ def test_a_saving_process_that_cannot_be_started_holds_up_no_later_save(
         context.setattr(executor, "_CHECKPOINT_PROCESS", None)
         context.setattr(executor._AsyncCheckpointProcess, "__init__", failing)
         kept = door.async_save(_state(2), 2, **checkpointer("process"))
+        start_thread(daemon=True)
         with pytest.raises(BlockingIOError):
             kept.result(RESULT_TIMEOUT_S)
     door.save(_state(3), 3)
@@ -356,12 +367,33 @@ def test_another_base_container_is_refused_and_nothing_is_lost(door: Door, tmp_p
     assert_same(door.load(blank(_state(3)), 3), _state(3))
 
 
+@pytest.mark.timeout(60)
+def test_a_save_that_has_ended_on_a_thread_that_lives_on_holds_up_no_later_save(door: Door, tmp_path: Path) -> None:
+    door.save(_state(1), 1)
+    elsewhere = str(tmp_path / "other" / "step-2_ckpt")
+    with ThreadPoolExecutor(1) as pool:
+        options = {"checkpoint_id": elsewhere, "storage_writer": door.writer}
+        assert pool.submit(dcp.save, door.writer.stage(_state(2)), **options).exception(RESULT_TIMEOUT_S) is not None
+        gc.collect()  # torch keeps the failure, whose frames have the state, in a cycle
+        door.save(_state(3), 3)
+    assert_same(door.load(blank(_state(3)), 3), _state(3))
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["relative", "/tmp/x", "/tmp/step-01_ckpt", "/tmp/../step-1_ckpt", None])
-def test_a_checkpoint_id_that_is_no_version_is_refused(door: Door, name: str | None) -> None:
+def test_a_checkpoint_id_that_is_no_version_is_refused_and_holds_up_no_later_save(
+    door: Door, name: str | None, start_thread: Callable[..., None]
+) -> None:
     with pytest.raises((CheckpointException, ValueError)):
         dcp.save(_state(1), checkpoint_id=name, storage_writer=door.writer)
+    kept = dcp.async_save(_state(1), checkpoint_id=name, storage_writer=door.writer)
+    start_thread(daemon=False)
     with pytest.raises((CheckpointException, ValueError)):
-        dcp.async_save(_state(1), checkpoint_id=name, storage_writer=door.writer).result(RESULT_TIMEOUT_S)
+        kept.result(RESULT_TIMEOUT_S)
+    staged = door.writer.stage(_state(1))
+    start_thread(daemon=False)
+    with pytest.raises((CheckpointException, ValueError)):
+        dcp.save(staged, checkpoint_id=name, storage_writer=door.writer)
     door.save(_state(2), 2)
     assert_same(door.load(blank(_state(2)), 2), _state(2))
 

@@ -100,6 +100,19 @@ def test_a_step_that_is_asked_for(tmpfs: Path, alone: Callable[..., Any]) -> Non
 
 
 @pytest.mark.damages_on_purpose
+@pytest.mark.parametrize("has_memory", [False, True])
+def test_the_checkpoint_that_ranks_have_agreed_on_is_loaded(
+    tmpfs: Path, alone: Callable[..., Any], has_memory: bool
+) -> None:
+    own, job = tmpfs / "own", tmpfs / "job"
+    alone(titan.trained, 9, own, job if has_memory else None, until=5, interval=2, enable=True)
+    (own / "checkpoint" / "step-4").rename(own / "checkpoint" / "late")
+    for step in versions(job) if has_memory else ():
+        damage(job, step)
+    assert alone(titan.loaded, own, job, late="step-4")[:2] == (True, 2)
+
+
+@pytest.mark.damages_on_purpose
 def test_damaged_memory_is_left_for_its_own_checkpoint_or_told(tmpfs: Path, alone: Callable[..., Any]) -> None:
     for folder, interval in (("with", 2), ("without", 100)):
         alone(titan.trained, 9, tmpfs / folder, tmpfs / f"job-{folder}", until=5, interval=interval)

@@ -1,7 +1,5 @@
 """PyTorch Lightning: a callback that saves a trainer's state into memory, and the way to go on from there."""
 
-from __future__ import annotations
-
 from ml_flashpoint.extras import require
 
 require("lightning", "torch", "lightning")

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from ml_flashpoint.state.dictionary import OWN, SHARED, DictionaryState, Slot
-from ml_flashpoint.state.dictionary import Mark as Mark  # by this name in checkpoints from before
 
 REST = "lightning"
 

@@ -182,15 +182,13 @@ class TrainerFlashpoint(Flashpoint):
         return checkpoint
 
     def _go_on(self, trainer: Trainer) -> None:
-        """Restore what Lightning does not. In the middle of an epoch these are batches that were fetched and not used,
-        metrics that schedulers wait for, and generators, from which the set-up has drawn. At the start of an epoch, the
-        uninterrupted run draws the same."""
+        """Restore what Lightning does not: in mid-epoch also batches that were fetched, and metrics for schedulers."""
         generators, self._generators = self._generators, None
         besides, self._besides = self._besides, {}
         if "frozen" in besides:  # which callbacks for finetuning do not restore
             freeze_parameters(trainer.lightning_module, besides["frozen"])
         if generators is None or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            return
+            return  # at the start of an epoch, the uninterrupted run draws from the generators as the set-up has
         fetcher, fetched = trainer.fit_loop._data_fetcher, besides.get("fetched")
         if fetched and isinstance(fetcher, _PrefetchDataFetcher):
             fetcher.batches = [*fetched, *fetcher.batches]
@@ -211,9 +209,6 @@ def _tensors_of(trainer: Trainer) -> list[torch.Tensor]:
     for optimizer in trainer.optimizers:
         tensors += expected_tensors(optimizer)
     return tensors
-
-
-# ---- strategies ---------------------------------------------------------------------------------------------------
 
 
 _SHARDED = (FSDPStrategy, ModelParallelStrategy)
@@ -269,12 +264,11 @@ def join_processes(strategy: Strategy) -> None:
 
 @contextlib.contextmanager
 def _without_tensors(strategy: Strategy) -> Iterator[None]:
-    """While Lightning makes its dictionary, have a sharded strategy gather nothing, and copy nothing to the CPU. Hooks
-    see what they do on all ranks but one of an unsharded checkpoint."""
+    """While Lightning makes its dictionary, have a sharded strategy gather nothing, and copy nothing to the CPU."""
     replaced: Any = strategy
     fsdp2 = isinstance(strategy, ModelParallelStrategy)
     replaced.lightning_module_state_dict = lambda: strategy.lightning_module.state_dict() if fsdp2 else {}
-    replaced.optimizer_state = lambda optimizer: {}
+    replaced.optimizer_state = lambda optimizer: {}  # hooks see this on all ranks but one of an unsharded checkpoint
     try:
         yield
     finally:

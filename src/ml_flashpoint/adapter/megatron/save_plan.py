@@ -29,7 +29,6 @@ from ml_flashpoint.state.plan import item_keys
 
 Data: TypeAlias = "torch.Tensor | io.BytesIO"
 
-
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _LASTING = frozenset({bool, int, str, type(None), tuple, slice, torch.dtype, torch.Size})
 """Types of fields that stay what they are for as long as they are equal to what they were: nothing is set in them."""
@@ -125,11 +124,7 @@ class Plans:
 def _sources(
     plan: SavePlan, values: Sequence[Any], given: Sequence[Any], data: Sequence[Data]
 ) -> list[tuple[int, torch.Size] | None] | None:
-    """Return which of the values each item is of, see `LocalPlan`; None if that is not clear.
-
-    Args:
-        given: the data of the values, as the program has it. data: of the items.
-    """
+    """Return which of the values, whose data is ``given``, each item is of: `LocalPlan`. None if that is not clear."""
     numbers = {id(each.data): number for number, each in enumerate(values) if type(each) is ShardedTensor}
     sources: list[tuple[int, torch.Size] | None] = []
     for item, each in zip(plan.items, data, strict=True):

@@ -48,37 +48,24 @@ _MOST_SHOWN = 500
 
 @dataclass(frozen=True, slots=True)
 class _Carried:
-    """Files that belong beside the parts of a version on this node.
+    """Files that belong beside the parts of a version on this node."""
 
-    Attributes:
-        carrier: the rank whose object keeps them.
-        common: makes this rank's common.pt; None where another rank keeps the files.
-        others: makes further files, by name.
-        explicit: somebody waits for the save.
-    """
-
-    carrier: int
-    common: Callable[[], bytes | None] | None
-    others: Callable[[], Mapping[str, bytes]] = dict
-    explicit: bool = True
+    carrier: int  # the rank whose object keeps them
+    common: Callable[[], bytes | None] | None  # makes this rank's common.pt; None where another rank keeps the files
+    others: Callable[[], Mapping[str, bytes]] = dict  # makes further files, by name
+    explicit: bool = True  # somebody waits for the save
 
 
 @dataclass(slots=True)
 class _Writing:
-    """One save on this rank.
-
-    Attributes:
-        files: what belongs beside the part.
-        table: by which this rank writes the save; empty if it does not.
-        failure: why nothing is on its way to be committed.
-    """
+    """One save on this rank."""
 
     version: CheckpointContainerId
     checkpointer: Checkpointer | None = None
     save: Save | None = None
-    files: dict[str, bytes] = field(default_factory=dict)
-    table: str = ""
-    failure: BaseException | None = None
+    files: dict[str, bytes] = field(default_factory=dict)  # beside the part
+    table: str = ""  # by which this rank writes the save; empty if it does not
+    failure: BaseException | None = None  # why nothing is on its way to be committed
 
 
 class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[misc]
@@ -180,8 +167,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             self._carried = None
 
     def _begin(self, sharded_state_dict: dict[str, Any], version: CheckpointContainerId) -> _Writing:
-        """Do everything that the caller has to wait for. Errors are kept, since they must not leave other ranks
-        waiting, unless all ranks raise them."""
+        """Do all that the caller waits for. Keep errors that not all ranks raise: the other ranks would wait."""
         began, writing = time.perf_counter(), _Writing(version)
         try:
             writing.checkpointer = checkpointer = self._writer.enter(version)
@@ -244,12 +230,11 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         save.commit(items=items, labels=sidecar_labels(carrier))
 
     def _add_files(self, writing: _Writing, common_state: ShardedObject | None) -> int:
-        """Have the files that `dist_checkpointing.load` looks for kept in an object. Return the rank that has it. Where
-        ``common_state`` is None, `dist_checkpointing.save` has written a file instead."""
+        """Have the files that `dist_checkpointing.load` looks for kept in an object. Return the rank that has it."""
         carried = self._carried
         if carried is None:  # the common state is rank 0's
             common: Callable[[], bytes | None]
-            if common_state is None:
+            if common_state is None:  # `dist_checkpointing.save` has written a file instead
                 common = partial(written_common_state, writing.version)
             else:
                 common = partial(saved_common_state, common_state.data)

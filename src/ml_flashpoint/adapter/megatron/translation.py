@@ -108,9 +108,6 @@ def written_common_state(version: CheckpointContainerId) -> bytes | None:
     return content
 
 
-# ---- loading ------------------------------------------------------------------------------------------------------
-
-
 class LoadTranslation:
     """One load: ``state`` is what DCP fills by ``planner``, ``result()`` what megatron-core makes of it then. Raises
     `CheckpointingException` if the metadata does not say what is needed."""

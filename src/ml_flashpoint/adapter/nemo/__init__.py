@@ -3,8 +3,6 @@
 NeMo 3.0 has no `nemo.lightning` any more; this package is for 2.4 up to that.
 """
 
-from __future__ import annotations
-
 from ml_flashpoint.extras import DISTRIBUTION
 
 try:

@@ -112,8 +112,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
         )
 
     def _context_files(self) -> Mapping[str, bytes]:
-        """Return the trainer's context, which does not change, as one file. Nothing if NeMo cannot write it: the
-        checkpoint does not depend on it."""
+        """Return the trainer's context, which does not change, as one file; nothing if NeMo cannot write it."""
         if self._context is None:
             self._context = {}
             try:

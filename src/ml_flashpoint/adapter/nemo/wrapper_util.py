@@ -94,8 +94,7 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
 
 
 def _has_callback(trainer: Any, base: CheckpointContainerId, wrapped: MLFlashpointCheckpointIO | None) -> bool:
-    """Return False if the trainer's callback is not enabled. Raise `InvalidArgumentError` if it, or an earlier wrapper,
-    has another base container."""
+    """Return False if the trainer's callback is not enabled. Raise if it, or a wrapper, has another base container."""
     callbacks = [each for each in trainer.callbacks if isinstance(each, MLFlashpointCheckpointCallback)]
     if any(not each.enabled for each in callbacks):
         return False
@@ -167,14 +166,12 @@ class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
             _try_restore_tokenizer(model, context)
 
     def _newest(self, model: Any) -> Path | None:
-        """Return the newest version in memory; None if there is none, or none can be loaded and the user's own has
-        something to go on from. Collective. Raises `NothingLoadableError` where training would start from nothing, and
-        overwrite."""
+        """Return the newest version in memory; None where the user's own `AutoResume` is to be asked. Collective."""
         try:
             found = self.engine.latest()
         except NothingLoadableError as error:
             if self.default is None or self.default.get_trainer_ckpt_path(model) is None:
-                raise
+                raise  # training would start from nothing, and overwrite
             _log.error("going on from elsewhere, and what is in memory will be overwritten: %s", error)
             self.engine.go_on_from(None)
             return None

@@ -1,7 +1,5 @@
 """PyTorch Distributed Checkpoint (DCP): a storage writer and a storage reader in memory."""
 
-from __future__ import annotations
-
 from ml_flashpoint.extras import require
 
 require("pytorch", "torch")

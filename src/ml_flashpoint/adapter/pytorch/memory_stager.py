@@ -12,12 +12,11 @@ from ml_flashpoint.adapter.pytorch.saves import StagedStateDict
 from ml_flashpoint.format.errors import InvalidArgumentError
 
 HAS_FUTURES = hasattr(state_dict_saver, "AsyncSaveResponse")
-"""Whether this torch takes futures of what is staged: since 2.9."""
+"""True if this torch takes futures of what is staged: since 2.9."""
 
 
 class _StagingFuture(Future[dict[str, Any]]):
-    """A staged state, once all of it is copied. The first to ask for the result waits for that, as DCP's thread does
-    before it saves; so no thread has to wait beside it."""
+    """A staged state. The first to ask for it, such as DCP's thread, waits for the copy: no thread waits beside it."""
 
     def __init__(self, state: StagedStateDict) -> None:
         super().__init__()

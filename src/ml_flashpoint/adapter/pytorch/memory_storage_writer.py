@@ -50,12 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Call(threading.local):
-    """A save of DCP's, which runs the whole of it on one thread, and may run two at once.
-
-    Attributes:
-        id: the checkpoint's. staged: what it reads that was staged. save: the save, once begun.
-        own_tensors: names of the tensors in this rank's own plan; None if that stands for a cached one.
-    """
+    """A save of DCP's, which runs the whole of it on one thread, and may run two at once."""
 
     def __init__(self) -> None:
         self.begin(None)
@@ -63,10 +58,10 @@ class _Call(threading.local):
     def begin(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         """Begin anew."""
         self.id = checkpoint_id
-        self.staged: Any = None
-        self.save: Save | RemoteSave | None = None
+        self.staged: Any = None  # what it reads that was staged
+        self.save: Save | RemoteSave | None = None  # once begun
         self.is_coordinator = False
-        self.own_tensors: frozenset[str] | None = None
+        self.own_tensors: frozenset[str] | None = None  # names in this rank's plan; None if it stands for a cached one
         self.save_id = str(uuid.uuid4())
         self.began = time.perf_counter()
 
@@ -254,10 +249,10 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             FlashpointError: through DCP, on every rank: it cannot begin, or staging failed.
         """
         call = self._call
-        if call.id is None or call.save is not None:
+        if call.save is not None:
             raise InvalidArgumentError("DCP gave no checkpoint id", argument="checkpoint_id", value=None)
         call.staged = take_read()
-        call.save = self._saves.begin(CheckpointContainerId(call.id), call.staged)
+        call.save = self._saves.begin(call.id, call.staged)
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=call.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

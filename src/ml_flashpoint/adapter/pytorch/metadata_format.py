@@ -151,11 +151,8 @@ def decode_metadata(data: bytes, *, path: str, allowed: Sequence[SafeGlobal] = (
         if fields["save_id"] is not None:
             metadata.storage_meta = StorageMeta(save_id=_text(fields["save_id"]))
     except UnsafeContentError as error:
-        text, hint = (
-            f"the checkpoint's metadata is not acceptable: {error}",
-            "pass the planner's own types as safe_globals",
-        )
-        raise UnsafeContentError(text, path=path, hint=hint) from error
+        text = f"the checkpoint's metadata is not acceptable: {error}"
+        raise UnsafeContentError(text, path=path, hint="pass the planner's own types as safe_globals") from error
     except (FlashpointError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise DamagedError(f"the checkpoint's metadata is not valid: {error}", path=path) from error
     return metadata
@@ -182,9 +179,6 @@ def _text(value: Any) -> str:
     if type(value) is not str:
         raise TypeError(f"a name is a {type(value).__name__}")
     return value
-
-
-# ---- of several ranks ---------------------------------------------------------------------------------------------
 
 
 def metadata_of_share(items: Sequence[WriteItem], keys: Sequence[str], paths: Mapping[str, Any], rank: int) -> bytes:

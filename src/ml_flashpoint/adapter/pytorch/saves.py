@@ -85,6 +85,7 @@ class StagedStateDict(dict[str, Any]):
     def items(self) -> dict_items[str, Any]:
         """Return the items."""
         _reading.staged = self.staged
+        self.staged.read()
         return super().items()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -160,13 +161,17 @@ class Staged:
 
     def sent(self, state: dict[str, Any]) -> tuple[Any, ...]:
         """Return what the state is pickled as: the ticket, and the state with places for the tensors in the slot."""
-        if (thread := threading.current_thread()) is not self.stager:
-            self.take_up(thread)
+        self.read()
         self.await_copies()
         stream = io.BytesIO()
         pickler = _Pickler(stream, self.save)
         pickler.dump(state)
         return _arrived, (self.key, pickler.path, stream.getvalue())
+
+    def read(self) -> None:
+        """Note the calling thread as DCP's, except the one that has staged: that one may only look."""
+        if (thread := threading.current_thread()) is not self.stager:
+            self.take_up(thread)
 
     def take_up(self, thread: threading.Thread) -> None:
         """Note the thread of DCP's, on that thread, unless there was one before."""
@@ -203,18 +208,17 @@ class Staged:
 
     @property
     def is_over(self) -> bool:
-        """True if DCP does nothing with it any more: its thread has ended or begins another save, its state is dropped,
+        """True if DCP does nothing with it any more: its state is dropped, its thread has ended or begins another save,
         or, on the thread that has staged it, no thread was started for it."""
         current = threading.current_thread()
-        if self._alone and self.has_ended:
+        if self.state() is None or (self._alone and self.has_ended):
             return True
         if self.thread is not None:
             return self.thread is current or not self.thread.is_alive()
-        if self.state() is None:
-            return True
-        # DCP starts a thread for each asynchronous save before that returns.
-        started = set(threading.enumerate()).difference(self._threads)
-        return current is self.stager and all(each.name.startswith("flashpoint-") for each in started)
+        # DCP starts a thread for each asynchronous save before that returns. It is a daemon where its creator is one.
+        started = (each for each in threading.enumerate() if each not in self._threads)
+        own = (each.daemon != current.daemon or each.name.startswith("flashpoint-") for each in started)
+        return current is self.stager and all(own)
 
     def wait(self, deadline_s: float, *, committed: bool = False) -> bool:
         """Wait until it is over; or, with ``committed``, until this rank's part is. Return True if so in time."""
@@ -264,7 +268,6 @@ class LocalSaves:
     """Saves into the slots of this process, and the server of processes that write them. Thread-safe.
 
     Args:
-        ranks: of the job.
         open_base: returns the checkpointer of a base container, which it opens the first time: then it is collective.
         opened: returns the checkpointer of the base container that was opened, None before.
     """
@@ -320,14 +323,16 @@ class LocalSaves:
             _log.error("an asynchronous save is still in flight; going on")
         self.give_up()
 
-    def begin(self, version: CheckpointContainerId, staged: Staged | None) -> Save:
+    def begin(self, path: str | os.PathLike[str] | None, staged: Staged | None) -> Save:
         """Begin a save of what was staged, or of what `Save.fill` is given if ``staged`` is None. Collective as
         `enter`. Raises `FlashpointError`; what was staged is of no use then."""
-        thread, step = threading.current_thread(), checked_version(version).step or 0
+        thread = threading.current_thread()
+        if staged is not None:
+            staged.take_up(thread)
+        version = checked_version(path)
+        step = version.step or 0
         if staged is None:
             self._await_staged()
-        else:
-            staged.take_up(thread)
         checkpointer, save = self.enter(version), None if staged is None else staged.save
         if save is None:
             save = checkpointer.begin(step, explicit=True)
@@ -405,7 +410,7 @@ class LocalSaves:
         """Carry out one call of `RemoteSave`; see `RequestHandler`."""
         save: Save | None = session.save
         if op == "begin":
-            version, key = CheckpointContainerId(text(fields, "version")), fields.get("key")
+            version, key = text(fields, "version"), fields.get("key")
             staged = None if key is None else self._staged
             if key is not None and (staged is None or staged.key != key):
                 raise SaveError("the save was given up before this process began", rank=self.rank)
@@ -537,6 +542,9 @@ class ArrivedState:
     file: _PrivateFile | None = None
     others: frozenset[str] | None = None
 
+    def read(self) -> None:
+        """Do nothing: no save of this process waits for it."""
+
 
 def _arrived(key: str, path: str | None, data: bytes) -> StagedStateDict:
     file = None
@@ -556,8 +564,9 @@ class RemoteSaves:
         self.rank, self.world_size = rank, world_size
         self._address, self._secret = address, secret
 
-    def begin(self, version: CheckpointContainerId, staged: ArrivedState | None) -> RemoteSave:
+    def begin(self, path: str | os.PathLike[str] | None, staged: ArrivedState | None) -> RemoteSave:
         """See `LocalSaves.begin`."""
+        version = checked_version(path)
         # Not when this arrives: what cannot be unpickled would end DCP's saving process, and all later saves with it.
         address = ("unix", self._address)
         connection = Connection(address, self._secret, WIRE, connect_timeout_s=collective_deadline_s())

@@ -101,12 +101,12 @@ class FlashpointManager(CheckpointManager):  # type: ignore[misc]
         else:
             found = flashpoint.newest_step(may_fall_back=own != -1)
         if found is None or (step == -1 and own > found):
-            is_loaded = bool(super()._load(step))
+            is_loaded = bool(super()._load(own if step == -1 else step))
             flashpoint.begin_anew()
             return is_loaded
 
         def load_own() -> int:
-            super(FlashpointManager, self)._load()
+            super(FlashpointManager, self)._load(own)
             return own
 
         if step != -1:

@@ -115,6 +115,7 @@ class Slot:
         temporary = path.with_name(f"{path.name}{TEMPORARY}")
         try:
             descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            own = temporary  # not yet ``path``: a later job may have a slot there, if this process was stopped
             try:
                 for begin in range(0, size, _STEP):
                     if not go_on(size - begin):
@@ -122,11 +123,11 @@ class Slot:
                     # Before any store: one to a page that a full tmpfs has not reserved is a SIGBUS.
                     os.posix_fallocate(descriptor, begin, min(_STEP, size - begin))
                 os.rename(temporary, path)
+                own = path
                 slot = cls(path, descriptor)
             except BaseException:
                 os.close(descriptor)
-                for each in (temporary, path):
-                    each.unlink(missing_ok=True)
+                own.unlink(missing_ok=True)
                 raise
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):

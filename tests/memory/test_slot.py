@@ -98,6 +98,18 @@ def test_a_process_that_goes_on_too_late_leaves_the_slot_of_the_next_job(tmpfs: 
     Slot.open(folder / "0").close()
 
 
+def test_removing_a_slot_whose_file_is_gone_leaves_what_the_next_job_makes_there(tmpfs: Path) -> None:
+    lost = Slot.make(tmpfs / "0", PAGE)
+    lost.path.unlink()
+
+    def remove_lost(left: int) -> bool:
+        lost.remove()
+        return True
+
+    Slot.make(tmpfs / "0", PAGE, go_on=remove_lost).close()
+    assert os.listdir(tmpfs) == ["0"]
+
+
 def test_a_process_without_descriptors_leaves_nothing(tmpfs: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))

@@ -233,11 +233,12 @@ class Slot:
         Slow: 0.16 s a GiB."""
         self._pages.release()
         going = self.path.with_name(f"{self.path.name}{TEMPORARY}")
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self.path, going)
-        if _libc.fallocate(self._descriptor, _PUNCH_HOLE | _KEEP_SIZE, 0, self.size) != 0:
-            _log.debug("cannot free the pages of %s: %s", self.path, os.strerror(ctypes.get_errno()))
-        going.unlink(missing_ok=True)  # last: its room is not lost to sight meanwhile
+        with contextlib.ExitStack() as last:  # the unlink is last: the room is not lost to sight meanwhile
+            with contextlib.suppress(FileNotFoundError):  # else a file of that name is a later job's
+                os.rename(self.path, going)
+                last.callback(going.unlink, missing_ok=True)
+            if _libc.fallocate(self._descriptor, _PUNCH_HOLE | _KEEP_SIZE, 0, self.size) != 0:
+                _log.debug("cannot free the pages of %s: %s", self.path, os.strerror(ctypes.get_errno()))
         self.close()
 
     def close(self) -> None:

@@ -412,7 +412,7 @@ class Recovery:
     def record(self, chosen: Found | None) -> tuple[int, Verdict]:
         """Choose the number of a run that goes on from a version, have all nodes record it, and begin it. Return the
         run and its first verdict. Raise a `SaveError` or `CapacityError`, on all ranks, if a node cannot record the
-        run."""
+        run, or has no room for the record until `knobs.recovery_deadline_s` has passed."""
         ranks, reports, listed = self.ranks, self.gather(), self.durable.list(_BESIDE_MEMORY_S)
         records = [record for report in reports for record in report.records]
         if listed.unknown and not records:
@@ -424,15 +424,16 @@ class Recovery:
         found.append(SaveId(listed.run, 0))  # what is not whole there must not be taken for parts of this run
         record = next_run(records, found if save is None else [*found, save], save)
         self._run, self.is_marked = record.run, False
+        until, what = time.monotonic() + recovery_deadline_s(), "recording the run"
 
         def write() -> None:
             for node, damaged, rank in self.damaged:
                 if node == ranks.node:  # else its rank would take it for a sound copy
                     self.container.remove_part(damaged, rank)
-            write_record(self.container, record)
+            retrying(lambda: write_record(self.container, record), until, what, also=(CapacityError,))
 
         for action in (write, partial(mark_begun, self.container, record.run)):
-            ranks.together(action if ranks.is_node_leader else lambda: None, SaveError, "recording the run")
+            ranks.together(action if ranks.is_node_leader else lambda: None, SaveError, what)
         return record.run, self._first_verdict(SaveId(record.run, 0), chosen, existing)
 
     def _first_verdict(self, start: SaveId, chosen: Found | None, existing: Sequence[CompleteVersion]) -> Verdict:

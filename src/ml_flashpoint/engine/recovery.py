@@ -355,14 +355,13 @@ class Recovery:
         listed = self.durable.list()
         return bool(listed.versions or listed.problems or listed.unknown)
 
-    def gather(self, until: float | None = None) -> list[NodeReport]:
+    def gather(self) -> list[NodeReport]:
         """Return the state of every node, which its lowest rank reads. Raise a `LoadError`, on all ranks, if one cannot
-        be known until ``until``, by default for ``FLASHPOINT_RECOVERY_DEADLINE_S``."""
+        be known for ``FLASHPOINT_RECOVERY_DEADLINE_S``."""
         ranks, blob, reports = self.ranks, b"", []
         if ranks.is_node_leader:
             try:
-                until = time.monotonic() + recovery_deadline_s() if until is None else until
-                blob = read_node(self.container, ranks.node, until).encode()
+                blob = read_node(self.container, ranks.node, time.monotonic() + recovery_deadline_s()).encode()
             except Exception as error:  # the other ranks wait
                 blob = json.dumps(f"the state of {ranks.node} cannot be known: {text_of(error)}").encode()
         for found in map(json.loads, filter(None, ranks.gather(blob))):
@@ -535,7 +534,7 @@ class _Search:
     excluded: frozenset[SaveId]
     retained: frozenset[SaveId]
     fetched_bytes: int = 0
-    until: float = field(default_factory=lambda: time.monotonic() + recovery_deadline_s())
+    until: float = 0.0
     why: dict[SaveId, str] = field(default_factory=dict)
     """Of versions that some rank could not have."""
     given_up: set[SaveId] = field(default_factory=set)
@@ -554,8 +553,9 @@ class _Search:
         tried: Found | None = None
         while True:
             began = time.monotonic()
-            self.reports = recovery.gather(self.until)
+            self.reports = recovery.gather()
             gathered = time.monotonic()
+            self.until = gathered + recovery_deadline_s()  # a rank that was late takes no time from these reads
             self.complete = recovery.existing(self.reports)
             found = self._choose()
             planned = time.monotonic()

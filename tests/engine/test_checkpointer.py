@@ -176,7 +176,7 @@ def test_without_a_slot_a_loop_skips_and_somebody_who_waits_gets_one(checkpointe
     busy = checkpointer.begin(2)
     busy.stage(jobs.state_of(0, 2))
     skipped = checkpointer.begin(3)
-    with pytest.raises(SkippedError, match="no slot is free.*end stopped readers"):
+    with pytest.raises(SkippedError, match=r"no slot is free.*end stopped readers"):
         skipped.stage(jobs.state_of(0, 3))
     assert (checkpointer.status.skipped, checkpointer.status.failures) == (1, 0)
     explicit = checkpointer.begin(4, explicit=True)

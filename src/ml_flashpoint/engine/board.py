@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.5
 _IDLE_S = 0.05
-"""After so long without a save, rank 0's program may be waiting for one."""
+"""After so long without a save, and twice the time between its last two, rank 0's program may be waiting for one."""
 
 
 class Board:
@@ -79,6 +79,7 @@ class Board:
         self._published: Answer | None = None
         self._last_heard = member.verdict
         self._called = self._decided = self._answered = time.monotonic()
+        self._interval_s = 0.0  # of training before the last call
         self._late_s = self._first_late_s = late_s()
         self._closed = False
         self._last: Callable[[], None] = lambda: None
@@ -103,7 +104,8 @@ class Board:
         """See `Member.call`."""
         with self._lock:
             self._member.call(save, explicit=explicit, table=table)
-        self._called = time.monotonic()
+            now = time.monotonic()
+            self._interval_s, self._called = now - self._called, now
         self._news.set()
 
     def request(self, save: SaveId | None, *, explicit: bool = False) -> SlotRequest:
@@ -245,7 +247,7 @@ class Board:
             verdict = leader.decide(
                 answers,
                 since_s=now - self._decided,
-                is_idle=now - self._called >= _IDLE_S,
+                is_idle=now - self._called >= max(_IDLE_S, 2 * self._interval_s),
                 persister_is_busy=is_busy,
             )
             if verdict is None:
@@ -253,6 +255,8 @@ class Board:
             # Adopted before it is published, which `_connected` repeats if that fails. Else a failure in between would
             # have rank 0 decide once more, and two verdicts would have one number.
             self._member.adopt(verdict)
+            if verdict.first < old.first:  # the program waited: that is no time between two saves
+                self._called = now
         self._decided, self._late_s = now, self._first_late_s
         store.set("verdict", json.dumps(verdict))
         store.plain.delete_key(f"count/{old.number - 1}")

@@ -257,7 +257,7 @@ class Leader:
         Args:
             answers: of any rounds, at most one from each rank.
             since_s: seconds since the newest verdict. Rounds about one save begin with pauses that grow.
-            is_idle: True if rank 0 has called no save for a while: its program may wait for one.
+            is_idle: True if rank 0 has called no save for longer than between its last two: its program may wait.
             persister_is_busy: nothing becomes due to be persisted just now.
         """
         old = self.member.verdict

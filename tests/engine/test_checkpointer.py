@@ -98,6 +98,27 @@ def test_versions_are_removed_where_there_is_no_room_for_anything(small_tmpfs: P
         jobs.begin_and_commit(checkpointer, 1).verified.result(30)
 
 
+def test_a_run_begins_once_a_full_tmpfs_has_room(
+    small_tmpfs: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(small_tmpfs / "job") as checkpointer:
+        others = fill_up(small_tmpfs)
+
+        def make_room(record: logging.LogRecord) -> bool:
+            if "recording the run failed" in record.getMessage():
+                others.unlink()
+            return True
+
+        with caplog.filtering(make_room):
+            checkpointer.latest()
+        assert not others.exists()
+        jobs.begin_and_commit(checkpointer, 1).verified.result(30)
+        fill_up(small_tmpfs)
+        monkeypatch.setenv("FLASHPOINT_RECOVERY_DEADLINE_S", "0.2")
+        with pytest.raises(CapacityError):
+            checkpointer.go_on_from(None)
+
+
 def test_of_two_in_one_process_the_later_one_counts(tmpfs: Path) -> None:
     with Checkpointer(tmpfs / "job") as first:
         jobs.begin_and_commit(first, 1).verified.result(30)
@@ -155,7 +176,7 @@ def test_without_a_slot_a_loop_skips_and_somebody_who_waits_gets_one(checkpointe
     busy = checkpointer.begin(2)
     busy.stage(jobs.state_of(0, 2))
     skipped = checkpointer.begin(3)
-    with pytest.raises(SkippedError, match="no slot is free"):
+    with pytest.raises(SkippedError, match=r"no slot is free.*end stopped readers"):
         skipped.stage(jobs.state_of(0, 3))
     assert (checkpointer.status.skipped, checkpointer.status.failures) == (1, 0)
     explicit = checkpointer.begin(4, explicit=True)

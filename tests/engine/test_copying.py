@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ml_flashpoint.format.names import SaveId
+from ml_flashpoint.memory.container import BaseContainer
 from tests.memory.support import fill_up, value_of
 from tests.support.forked import Child, Team, preload
 from tests.workers import copying
@@ -108,6 +109,16 @@ def test_without_a_free_slot_a_copy_is_refused_in_time(tmpfs: Path) -> None:
         refused = job(0, "push_crafted", 1, RUN, step=3)
         assert "ReplicationError" in refused  # later there may be one, and the save is not lost
         assert job.steps_at(1) == [1, 2]
+
+
+def test_a_copy_that_a_reader_keeps_out_is_refused_with_a_word_about_readers(tmpfs: Path) -> None:
+    with _Job(tmpfs, 2, 1, None, 0.2) as job:
+        job.copied(1)
+        job.copied(2)
+        assert job(0, "save", 3) is None
+        with BaseContainer(tmpfs / "node-1" / "job").open_part(SaveId(RUN, 1), 0):
+            assert "a stopped reader" in job(0, "push", 3)
+        assert job(0, "push", 3) is None
 
 
 @pytest.mark.damages_on_purpose

@@ -42,6 +42,13 @@ def test_a_peer_that_refuses_and_then_answers(job: Path, times: int) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_was_late_takes_no_time_from_the_reads_of_others(job: Path) -> None:
+    shutil.rmtree(job / "node-1")
+    env = {"FLASHPOINT_RECOVERY_DEADLINE_S": "1.5"}
+    assert team(faults.refused_at_first, job, 2, 1, 2.0, env=env) == [(2, 0), (2, 0)]
+
+
+@pytest.mark.slow
 def test_a_peer_that_never_answers_is_an_error_and_tried_again_on_demand(job: Path) -> None:
     shutil.rmtree(job / "node-1")
     found = team(faults.never_answered, job, 2, env=SOON)

@@ -89,6 +89,21 @@ def test_a_part_that_fails_to_commit_leaves_a_free_slot(tmpfs: Path) -> None:
     pool.close()
 
 
+def test_a_slot_whose_file_is_gone_fails_one_save_and_no_later_one(tmpfs: Path) -> None:
+    pool = opened(tmpfs)
+    save(pool, 1)
+    lost = save(pool, 2, 1)
+    assert lost is not None
+    lost.path.unlink()
+    with pytest.raises(SaveError, match="cannot commit"):
+        save(pool, 3, 1)
+    assert lost not in pool.slots
+    assert save(pool, 4, 1) is not None
+    assert value_in(pool.container, SaveId(1, 4)) == value_of(SaveId(1, 4))
+    assert len(slot_files(tmpfs)) == len(pool.slots) == 2
+    pool.close()
+
+
 def test_a_process_without_descriptors_loses_no_slot_that_is_to_grow(tmpfs: Path) -> None:
     pool = opened(tmpfs)
     save(pool, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import threading
 from pathlib import Path
 
@@ -79,6 +80,34 @@ def test_making_ends_where_it_is_told_to(tmpfs: Path) -> None:
         Slot.make(tmpfs / "0", (64 << 20) + PAGE, go_on=go_on)
     assert asked == [(64 << 20) + PAGE, PAGE]
     assert os.listdir(tmpfs) == []
+
+
+def test_a_process_that_goes_on_too_late_leaves_the_slot_of_the_next_job(tmpfs: Path) -> None:
+    folder = tmpfs / "slots"
+    folder.mkdir()
+
+    def next_job(left: int) -> bool:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        Slot.make(folder / "0", PAGE).close()
+        return True
+
+    with pytest.raises(SaveError, match="cannot make a slot"):
+        Slot.make(folder / "0", 2 * PAGE, go_on=next_job)
+    assert os.listdir(folder) == ["0"]
+    Slot.open(folder / "0").close()
+
+
+def test_removing_a_slot_whose_file_is_gone_leaves_what_the_next_job_makes_there(tmpfs: Path) -> None:
+    lost = Slot.make(tmpfs / "0", PAGE)
+    lost.path.unlink()
+
+    def remove_lost(left: int) -> bool:
+        lost.remove()
+        return True
+
+    Slot.make(tmpfs / "0", PAGE, go_on=remove_lost).close()
+    assert os.listdir(tmpfs) == ["0"]
 
 
 def test_a_process_without_descriptors_leaves_nothing(tmpfs: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,17 @@ def said(engine: Rank) -> Any:
 # ---- peers ----------------------------------------------------------------------------------------------------
 
 
-def refused_at_first(report: Report, rank: int, times: int) -> Any:
-    """The first connections that rank 1 makes end where nothing listens."""
+def refused_at_first(report: Report, rank: int, times: int, late_s: float = 0.0) -> Any:
+    """The first connections that rank 1 makes end where nothing listens. Rank 0 is late to tell what it has."""
     engine = Rank(base_here(), replicate=True)
+    if rank == 0:
+        read = recovery.read_node
+
+        def read_late(*args: Any) -> Any:
+            time.sleep(late_s)
+            return read(*args)
+
+        recovery.read_node = read_late
     if rank == 1:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

@@ -306,7 +306,7 @@ def _taken(pool: Pool, manifest: Manifest, retained: Collection[SaveId]) -> Slot
     size, save = manifest.record.file_size, PartName.of(manifest).save
     slot = pool.take(size, SlotRequest(save, frozenset(retained) - {save}), exact=True)
     if slot is None:
-        raise no_room("one more slot, and there is no free one", size, pool.container.base)
+        raise no_room("one more slot, and no other is free (a stopped reader keeps one)", size, pool.container.base)
     return slot
 
 

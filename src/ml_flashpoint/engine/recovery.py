@@ -355,14 +355,13 @@ class Recovery:
         listed = self.durable.list()
         return bool(listed.versions or listed.problems or listed.unknown)
 
-    def gather(self, until: float | None = None) -> list[NodeReport]:
+    def gather(self) -> list[NodeReport]:
         """Return the state of every node, which its lowest rank reads. Raise a `LoadError`, on all ranks, if one cannot
-        be known until ``until``, by default for ``FLASHPOINT_RECOVERY_DEADLINE_S``."""
+        be known for ``FLASHPOINT_RECOVERY_DEADLINE_S``."""
         ranks, blob, reports = self.ranks, b"", []
         if ranks.is_node_leader:
             try:
-                until = time.monotonic() + recovery_deadline_s() if until is None else until
-                blob = read_node(self.container, ranks.node, until).encode()
+                blob = read_node(self.container, ranks.node, time.monotonic() + recovery_deadline_s()).encode()
             except Exception as error:  # the other ranks wait
                 blob = json.dumps(f"the state of {ranks.node} cannot be known: {text_of(error)}").encode()
         for found in map(json.loads, filter(None, ranks.gather(blob))):
@@ -412,7 +411,7 @@ class Recovery:
     def record(self, chosen: Found | None) -> tuple[int, Verdict]:
         """Choose the number of a run that goes on from a version, have all nodes record it, and begin it. Return the
         run and its first verdict. Raise a `SaveError` or `CapacityError`, on all ranks, if a node cannot record the
-        run."""
+        run, or has no room for the record until `knobs.recovery_deadline_s` has passed."""
         ranks, reports, listed = self.ranks, self.gather(), self.durable.list(_BESIDE_MEMORY_S)
         records = [record for report in reports for record in report.records]
         if listed.unknown and not records:
@@ -424,15 +423,16 @@ class Recovery:
         found.append(SaveId(listed.run, 0))  # what is not whole there must not be taken for parts of this run
         record = next_run(records, found if save is None else [*found, save], save)
         self._run, self.is_marked = record.run, False
+        until, what = time.monotonic() + recovery_deadline_s(), "recording the run"
 
         def write() -> None:
             for node, damaged, rank in self.damaged:
                 if node == ranks.node:  # else its rank would take it for a sound copy
                     self.container.remove_part(damaged, rank)
-            write_record(self.container, record)
+            retrying(lambda: write_record(self.container, record), until, what, also=(CapacityError,))
 
         for action in (write, partial(mark_begun, self.container, record.run)):
-            ranks.together(action if ranks.is_node_leader else lambda: None, SaveError, "recording the run")
+            ranks.together(action if ranks.is_node_leader else lambda: None, SaveError, what)
         return record.run, self._first_verdict(SaveId(record.run, 0), chosen, existing)
 
     def _first_verdict(self, start: SaveId, chosen: Found | None, existing: Sequence[CompleteVersion]) -> Verdict:
@@ -534,7 +534,7 @@ class _Search:
     excluded: frozenset[SaveId]
     retained: frozenset[SaveId]
     fetched_bytes: int = 0
-    until: float = field(default_factory=lambda: time.monotonic() + recovery_deadline_s())
+    until: float = 0.0
     why: dict[SaveId, str] = field(default_factory=dict)
     """Of versions that some rank could not have."""
     given_up: set[SaveId] = field(default_factory=set)
@@ -553,8 +553,9 @@ class _Search:
         tried: Found | None = None
         while True:
             began = time.monotonic()
-            self.reports = recovery.gather(self.until)
+            self.reports = recovery.gather()
             gathered = time.monotonic()
+            self.until = gathered + recovery_deadline_s()  # a rank that was late takes no time from these reads
             self.complete = recovery.existing(self.reports)
             found = self._choose()
             planned = time.monotonic()

@@ -273,7 +273,7 @@ class Save:
             if self.committed.done():
                 raise self.committed.exception() or SaveError("the save has ended", step=self.step)
             text = "no slot is free, because earlier saves are still being written, copied or read"
-            hint = "save less often, or give the node memory for two more slots (flashpoint plan)"
+            hint = "end stopped readers, save less often, or give the node memory for two more slots (flashpoint plan)"
             if not explicit or saves.thread.is_current:  # nothing becomes free while that one waits
                 raise SkippedError(f"the save is skipped: {text}", step=self.step, rank=saves.ranks.rank, hint=hint)
             if not self.terms.left_s:

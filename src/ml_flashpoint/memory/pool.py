@@ -282,11 +282,12 @@ class Pool:
         return None
 
     def commit(self, slot: Slot, manifest: Manifest) -> None:
-        """Commit the part in a slot that was taken; see `BaseContainer.commit`. Where that fails, the slot is free."""
+        """Commit the part in a slot that was taken; see `BaseContainer.commit`. Where that fails, the slot is free, or
+        removed if its file is gone: no part can ever be committed in it."""
         try:
             self.container.commit(slot, manifest)
         except BaseException:
-            self.free(slot)
+            (self.free if slot.path.exists() else self.remove)(slot)
             raise
         with self._lock:
             for other in self._slots:  # a damaged part that was fetched again
@@ -325,7 +326,8 @@ class Pool:
                 slot.state, slot.save = State.EMPTY, None
 
     def remove(self, slot: Slot) -> None:
-        """Remove a slot that was taken and is much larger than what is to be committed: copies would be as large."""
+        """Remove a slot that was taken and is of no use: much larger than what is to be committed (copies would be as
+        large), or without its file."""
         with self._lock:
             self._slots.remove(slot)
         slot.remove()

@@ -115,6 +115,7 @@ class Slot:
         temporary = path.with_name(f"{path.name}{TEMPORARY}")
         try:
             descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            own = temporary  # not yet ``path``: a later job may have a slot there, if this process was stopped
             try:
                 for begin in range(0, size, _STEP):
                     if not go_on(size - begin):
@@ -122,11 +123,11 @@ class Slot:
                     # Before any store: one to a page that a full tmpfs has not reserved is a SIGBUS.
                     os.posix_fallocate(descriptor, begin, min(_STEP, size - begin))
                 os.rename(temporary, path)
+                own = path
                 slot = cls(path, descriptor)
             except BaseException:
                 os.close(descriptor)
-                for each in (temporary, path):
-                    each.unlink(missing_ok=True)
+                own.unlink(missing_ok=True)
                 raise
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
@@ -232,11 +233,12 @@ class Slot:
         Slow: 0.16 s a GiB."""
         self._pages.release()
         going = self.path.with_name(f"{self.path.name}{TEMPORARY}")
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self.path, going)
-        if _libc.fallocate(self._descriptor, _PUNCH_HOLE | _KEEP_SIZE, 0, self.size) != 0:
-            _log.debug("cannot free the pages of %s: %s", self.path, os.strerror(ctypes.get_errno()))
-        going.unlink(missing_ok=True)  # last: its room is not lost to sight meanwhile
+        with contextlib.ExitStack() as last:  # the unlink is last: the room is not lost to sight meanwhile
+            with contextlib.suppress(FileNotFoundError):  # else a file of that name is a later job's
+                os.rename(self.path, going)
+                last.callback(going.unlink, missing_ok=True)
+            if _libc.fallocate(self._descriptor, _PUNCH_HOLE | _KEEP_SIZE, 0, self.size) != 0:
+                _log.debug("cannot free the pages of %s: %s", self.path, os.strerror(ctypes.get_errno()))
         self.close()
 
     def close(self) -> None:

@@ -194,6 +194,7 @@ class Checkpointer(engine.Checkpointer):
                 kind=captured.plan,
                 late=self.overlap.begin(tensor for _, tensor in captured.tensors),
             )
+            written.share.copy_values(captured, tree)
             captured.tensors = ()
             save.commit(items=partial(self._items, written, captured, copies))
         except Exception as caught:

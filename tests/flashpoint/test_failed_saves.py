@@ -191,6 +191,29 @@ def test_a_step_that_is_skipped_only_in_the_end_can_be_saved_by_name(tmpfs: Path
             assert fp.last_saved == 2
 
 
+def test_a_save_without_a_slot_copies_nothing(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(dict[str, int]):
+        copies = 0
+
+        def __deepcopy__(self, memo: object) -> dict[str, int]:
+            Counted.copies += 1
+            return dict(self)
+
+    with Flashpoint(tmpfs / "job", strict=True) as fp:
+        fp.track(stored=Stored(Counted(a=1))).resume()
+        fp.step()
+        assert fp.wait()
+        assert Counted.copies == 1
+        with monkeypatch.context() as patched:
+            patched.setattr(Pool, "take", lambda *_, **__: None)
+            patched.setattr(Pool, "shortage", lambda *_: None)
+            fp.step()
+        assert (fp.health.skipped, Counted.copies) == (1, 1)
+        fp.step()
+        assert fp.wait()
+        assert (fp.last_saved, Counted.copies) == (3, 2)
+
+
 def test_a_step_that_was_skipped_can_be_saved_by_name(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     value, take = Stored(1), Pool.take
     with Flashpoint(tmpfs / "job", strict=True) as fp:

@@ -367,6 +367,7 @@ class Checked:
         assert self.share is not None
         before, captured = self.plan, self.share.capture(tree)
         self.plan = captured.plan
+        self.share.copy_values(captured, tree)
         copies = [tensor.detach().clone() for _, tensor in captured.tensors]
         tensors, items = self.share.named(captured, copies, save_archive)
         saved = {**dict(tensors), **{key: torch.load(io.BytesIO(data), weights_only=False) for key, data in items}}

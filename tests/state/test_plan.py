@@ -113,6 +113,7 @@ def test_values_are_as_they_were_when_they_were_taken() -> None:
     state: dict[str, Any] = {"p": PackedState(b"abc"), "s": torch.eye(2).to_sparse()}
     share, tree = _share(state)
     captured = share.capture(tree)
+    share.copy_values(captured, tree)
     state["s"].values().zero_()
     _, items = share.named(captured, [], lambda value, name: repr(value).encode())
     content = dict(items)

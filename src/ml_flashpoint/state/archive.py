@@ -180,10 +180,12 @@ def by_name(allowed: Iterable[SafeGlobal]) -> tuple[tuple[Callable[..., Any], st
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedState:
-    """State that is one item of a checkpoint. It is archived on the committing executor, and nothing changes it."""
+    """State that is one item of a checkpoint. It is archived on the committing executor, and nothing changes it, unless
+    it ``is_live``: then `packed` copies it once the save has a slot."""
 
     value: Any = None
     name: str = ""  # in errors
+    is_live: bool = False
 
 
 def packed(value: Any, name: str) -> PackedState:

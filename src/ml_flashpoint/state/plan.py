@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from ml_flashpoint.copy.cpu import view_identity
 from ml_flashpoint.copy.tensors import check_storable, is_plain_strided, materialized, storable_name, whole_copy
 from ml_flashpoint.format.errors import NotStagedError
-from ml_flashpoint.state.archive import PackedState, plain_modes
+from ml_flashpoint.state.archive import PackedState, packed, plain_modes
 from ml_flashpoint.state.private import SequenceKey, ShardedTensor, tree_flatten, tree_flatten_with_path
 from ml_flashpoint.state.replicas import Replica
 
@@ -231,11 +231,11 @@ class Plan:
 
 @dataclass(slots=True)
 class Captured:
-    """The data that one rank writes of one state. Training may go on once the tensors are copied.
+    """The data that one rank writes of one state. Training may go on once the tensors and the values are copied.
 
     Attributes:
         tensors: to be copied, under the names of the plan.
-        values: by item, what is written as bytes, and its name for errors.
+        values: by item, copies of what is written as bytes, and its name for errors; see `Share.copy_values`.
     """
 
     plan: Plan
@@ -260,8 +260,7 @@ class Share:
         self._addresses: list[int] = []
 
     def capture(self, tree: Tree) -> Captured:
-        """Take what is written out of a state. Raises a `NotStagedError` if a tensor has no data, a `SaveError` if
-        checkpoints have no place for a tensor of such a kind."""
+        """Take what is written out of a state, by reference. Raises a `NotStagedError` if a tensor has no data."""
         plan, sources = self._plan, self._sources
         tensors: Sequence[torch.Tensor] = () if plan is None else plan.tensors(tree)
         if plan is not None:
@@ -273,16 +272,20 @@ class Share:
             plan = plan if plan == anew else anew
             tensors = plan.tensors(tree)
             self._plan, self._addresses = plan, list(map(torch.Tensor.data_ptr, tensors))
-        captured = Captured(plan, list(zip(plan.names, tensors, strict=True)))
-        for number in plan.others:
-            item, source = self.items[number], sources[number]
+        return Captured(plan, list(zip(plan.names, tensors, strict=True)))
+
+    def copy_values(self, captured: Captured, tree: Tree) -> None:
+        """Copy what is written as bytes. They may be large: a save that gets no slot must not come here. Raises a
+        `SaveError` that names what cannot be copied."""
+        for number in captured.plan.others:
+            item, source = self.items[number], self._sources[number]
             fqn, value = item.index.fqn, tree.leaves[source.leaf]
             if isinstance(value, PackedState):
+                value = packed(value.value, value.name) if value.is_live else value
                 fqn, value = value.name, value.value
             elif item.type is not WriteItemType.BYTE_IO:
                 value = whole_copy(source.tensor(tree), fqn)
             captured.values[number] = value, fqn
-        return captured
 
     def _sorted(self, tree: Tree) -> Plan:
         """Sort the items: tensors that are copied, or that another item is, and bytes."""

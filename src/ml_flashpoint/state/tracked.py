@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from ml_flashpoint.copy.cuda import device_today
 from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError, text_of
-from ml_flashpoint.state.archive import PackedState, SafeGlobal, load_archive, packed, plain_modes
+from ml_flashpoint.state.archive import PackedState, SafeGlobal, load_archive, plain_modes
 from ml_flashpoint.state.parameters import (
     AS_SAVED,
     ModuleState,
@@ -232,8 +232,8 @@ class TrackedState:
     # ---- saving -------------------------------------------------------------------------------------------
 
     def to_save(self) -> dict[str, Any]:
-        """Return the state: references to tensors, and packed copies of everything else. Raises a `SaveError` that
-        names the object which cannot be packed."""
+        """Return the state: references to tensors and to what other objects return, and packed copies of the rest.
+        Raises a `SaveError` that names the object which has no state to return."""
         state: dict[str, Any] = {name: tensors for name, each in self._modules.items() if (tensors := each.to_save())}
         named = {name: named_parameters(each.module) for name, each in self._modules.items()}
         whole: dict[str, Any] = {}
@@ -245,7 +245,7 @@ class TrackedState:
         own: dict[str, PackedState] = {}
         for name, other in {**whole, **self.others}.items():
             try:
-                own[name] = packed(other.state_dict(), name)
+                own[name] = PackedState(other.state_dict(), name, is_live=True)
             except SaveError:
                 raise
             except Exception as error:  # of whatever kind a program raises

@@ -98,27 +98,6 @@ def test_versions_are_removed_where_there_is_no_room_for_anything(small_tmpfs: P
         jobs.begin_and_commit(checkpointer, 1).verified.result(30)
 
 
-def test_a_run_begins_once_a_full_tmpfs_has_room(
-    small_tmpfs: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Checkpointer(small_tmpfs / "job") as checkpointer:
-        others = fill_up(small_tmpfs)
-
-        def make_room(record: logging.LogRecord) -> bool:
-            if "recording the run failed" in record.getMessage():
-                others.unlink()
-            return True
-
-        with caplog.filtering(make_room):
-            checkpointer.latest()
-        assert not others.exists()
-        jobs.begin_and_commit(checkpointer, 1).verified.result(30)
-        fill_up(small_tmpfs)
-        monkeypatch.setenv("FLASHPOINT_RECOVERY_DEADLINE_S", "0.2")
-        with pytest.raises(CapacityError):
-            checkpointer.go_on_from(None)
-
-
 def test_of_two_in_one_process_the_later_one_counts(tmpfs: Path) -> None:
     with Checkpointer(tmpfs / "job") as first:
         jobs.begin_and_commit(first, 1).verified.result(30)

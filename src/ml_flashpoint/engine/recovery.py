@@ -411,7 +411,7 @@ class Recovery:
     def record(self, chosen: Found | None) -> tuple[int, Verdict]:
         """Choose the number of a run that goes on from a version, have all nodes record it, and begin it. Return the
         run and its first verdict. Raise a `SaveError` or `CapacityError`, on all ranks, if a node cannot record the
-        run, or has no room for the record until `knobs.recovery_deadline_s` has passed."""
+        run."""
         ranks, reports, listed = self.ranks, self.gather(), self.durable.list(_BESIDE_MEMORY_S)
         records = [record for report in reports for record in report.records]
         if listed.unknown and not records:
@@ -423,16 +423,15 @@ class Recovery:
         found.append(SaveId(listed.run, 0))  # what is not whole there must not be taken for parts of this run
         record = next_run(records, found if save is None else [*found, save], save)
         self._run, self.is_marked = record.run, False
-        until, what = time.monotonic() + recovery_deadline_s(), "recording the run"
 
         def write() -> None:
             for node, damaged, rank in self.damaged:
                 if node == ranks.node:  # else its rank would take it for a sound copy
                     self.container.remove_part(damaged, rank)
-            retrying(lambda: write_record(self.container, record), until, what, also=(CapacityError,))
+            write_record(self.container, record)
 
         for action in (write, partial(mark_begun, self.container, record.run)):
-            ranks.together(action if ranks.is_node_leader else lambda: None, SaveError, what)
+            ranks.together(action if ranks.is_node_leader else lambda: None, SaveError, "recording the run")
         return record.run, self._first_verdict(SaveId(record.run, 0), chosen, existing)
 
     def _first_verdict(self, start: SaveId, chosen: Found | None, existing: Sequence[CompleteVersion]) -> Verdict:

@@ -210,6 +210,7 @@ def test_a_save_without_a_slot_copies_nothing(tmpfs: Path, monkeypatch: pytest.M
             fp.step()
         assert (fp.health.skipped, Counted.copies) == (1, 1)
         fp.step()
+        fp.save()  # where the step found no slot after all, this one waits for it
         assert fp.wait()
         assert (fp.last_saved, Counted.copies) == (3, 2)
 

@@ -379,6 +379,7 @@ def save_again_while_full(report: Report, base: str, door: str) -> tuple[list[bo
     counter.is_readable = False
     save(2)
     counter.is_readable = True
+    jobs.wait()  # for what the board has to tell
     assert events.flush()  # the file that shows the status is written by then, and leaves no page later
     fill(filler, 0)
     results.append(save(2))

@@ -26,7 +26,7 @@ class DDictError(FlashpointError):
     """
 
     retryable = False
-    """Whether the same call may succeed later, without anything else being done."""
+    """True if the same call may succeed later, without anything else being done."""
     _named: Mapping[str, str] = {"manager": "manager", "checkpoint": "checkpoint_id"}  # attributes that are told
 
     def __init__(
@@ -174,4 +174,4 @@ REQUESTS: Final = Dialect(
     failure=DDictError,
     timeout=DDictTimeoutError,
 )
-"""What clients, managers and the coordinator of a dictionary agree on."""
+"""The dialect that clients, managers and the coordinator of a dictionary speak."""

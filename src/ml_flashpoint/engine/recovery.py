@@ -535,7 +535,7 @@ class _Search:
     fetched_bytes: int = 0
     until: float = 0.0
     why: dict[SaveId, str] = field(default_factory=dict)
-    """Of versions that some rank could not have."""
+    """The reasons, by version, why some rank could not have it."""
     given_up: set[SaveId] = field(default_factory=set)
     target: SaveId | None = None
     """The newest save of the wanted step."""

@@ -197,7 +197,7 @@ def _take_default_action() -> None:
 
 _handler: _Handler | None = None
 _held = threading.local()
-"""Of each thread, the signal masks from before the forks that it is about to make."""
+"""The signal masks, by thread, from before the forks that it is about to make."""
 
 
 def _hold_sigterm() -> None:

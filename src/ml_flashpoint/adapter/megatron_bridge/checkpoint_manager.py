@@ -98,7 +98,8 @@ class FlashpointCheckpointManager(DefaultCheckpointManager):  # type: ignore[mis
         if checkpoint_config.replication:
             jump, factor = checkpoint_config.replication_jump, checkpoint_config.replication_factor
             cliques = CliqueReplicationStrategy.from_replication_params(jump, factor)
-        settings = {"safe_globals": [MCoreTensorAwareStateDict], **self.settings}
+        allowed = [MCoreTensorAwareStateDict, *self.settings.get("safe_globals", ())]
+        settings = {**self.settings, "safe_globals": allowed}
         self._local = _LocalManager(base, repl_strategy=cliques, **settings)
         self.checkpointing_context["local_checkpoint_manager"] = self._local
 

@@ -1,4 +1,4 @@
-"""What is saved of a torchtitan job, as objects to track."""
+"""The state of a torchtitan job, as objects to track."""
 
 from __future__ import annotations
 

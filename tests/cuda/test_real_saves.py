@@ -15,6 +15,7 @@ from torch import nn
 
 from ml_flashpoint import Checkpointer, Flashpoint
 from tests.support.played_device import lock_slots
+from tests.support.tensors import assert_same
 
 pytestmark = pytest.mark.cuda
 
@@ -47,22 +48,6 @@ def train(parts: dict[str, Any]) -> None:
 
 def state(parts: dict[str, Any]) -> dict[str, Any]:
     return copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
-
-
-def assert_same(one: Any, other: Any) -> None:
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype
-        assert one.device == other.device
-        assert torch.equal(one.cpu().view(-1).view(torch.uint8), other.cpu().view(-1).view(torch.uint8))
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        for a, b in zip(one, other, strict=True):
-            assert_same(a, b)
-    else:
-        assert one == other
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "steps on the CPU"])

@@ -17,18 +17,13 @@ pytestmark = [pytest.mark.slow(250), pytest.mark.timeout(RUN_TIMEOUT_S + 60)]
 
 EVERYWHERE = [
     "sharded",
-    "ddp",
-    "fsdp",
     "hsdp",
-    "tensor_parallel",
     "submesh",
     "cached_plans",
     "lowest_rank",
     "planners_take_turns",
     "others_are_not_staged",
     "a_rank_changes_its_structure",
-    "all_ranks_change_their_structure",
-    "memory_stays_at_four_versions",
     "a_planner_fails_on_one_rank",
     "each_rank_for_itself",
     "a_step_saved_twice",
@@ -43,7 +38,7 @@ def _plan(world_size: int) -> dict[str, list[str]]:
     """Cases by mode."""
     names = EVERYWHERE + (ON_FOUR if world_size == 4 else [])
     names = [name for name in names if world_size > 1 or name != "hsdp"]
-    in_a_process = IN_A_PROCESS if world_size == 2 else ["sharded", "fsdp", "cached_plans", "changes_after_async_save"]
+    in_a_process = IN_A_PROCESS if world_size == 2 else ["sharded", "cached_plans", "changes_after_async_save"]
     return {"sync": names, "thread": names + ASYNCHRONOUS, "process": in_a_process}
 
 

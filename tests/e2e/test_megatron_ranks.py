@@ -32,7 +32,6 @@ CASES = [
     "strict_handling",
     "flattened_ranges",
     "the_staged_copies_are_the_object",
-    "what_an_optimizer_updates_may_change_after_the_call",
     "a_structure_that_changes_on_one_rank",
     "a_save_that_fails_on_one_rank",
     "common_state_that_cannot_be_saved",
@@ -40,31 +39,27 @@ CASES = [
     "objects_that_could_run_code_are_refused",
     "cut_connections",
 ]
-SOAK = ["every_layout_in_more_others"]
 # On two nodes; four ranks under torchrun, as megatron-core is started.
 RUNS = {2: CASES + ON_TWO, 4: CASES + ON_FOUR}
 
 
 @pytest.mark.parametrize(
     ("world_size", "name"),
-    [(size, name) for size, names in RUNS.items() for name in names]
-    + [pytest.param(size, name, marks=pytest.mark.soak) for size in RUNS for name in SOAK],
+    [(size, name) for size, names in RUNS.items() for name in names],
 )
 def test_on_several_ranks(case_runs: CaseRuns, world_size: int, name: str) -> None:
-    names = SOAK if name in SOAK else RUNS[world_size]
-
     def make(root: Path) -> Cluster:
         return Cluster(
             root,
             "megatron_cases",
             nodes=2,
             ranks_per_node=world_size // 2,
-            args=names,
+            args=RUNS[world_size],
             torchrun=world_size == 4,
             preload=warm.MEGATRON,
         )
 
-    case_runs.of((world_size, name in SOAK), make).check(name)
+    case_runs.of(world_size, make).check(name)
 
 
 def run(tmpfs: Path, placement: tuple[int, ...], name: str) -> None:

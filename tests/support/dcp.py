@@ -20,6 +20,7 @@ from ml_flashpoint.adapter.pytorch.seed import (
 )
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.names import CheckpointContainerId
+from ml_flashpoint.format.object_format import ParsedHeader, parse_header
 
 try:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -115,6 +116,11 @@ class Door:
     def object_path(self, step: int, rank: int = 0) -> Path:
         """The newest object of a rank in a version on this node."""
         return max((self.base / f"step-{step}_ckpt").glob(f"rank-{rank:05d}-*.safetensors"))
+
+    def header(self, step: int, rank: int = 0) -> ParsedHeader:
+        """What that object says of itself, on disk."""
+        data = self.object_path(step, rank).read_bytes()
+        return parse_header(data, len(data))
 
     def close(self) -> None:
         """Finish, and let go of the base container; what was saved stays."""

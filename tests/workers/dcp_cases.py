@@ -5,9 +5,9 @@ Arguments: names of cases, as `name` or `name:mode`; see CASES.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
-from ml_flashpoint.format.object_format import ParsedHeader, parse_header
 from tests.support.cases import go_through
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
 from tests.support.planners import CastingPlanner, FailingPlanner, RenamingPlanner, caching_planner
@@ -32,7 +31,6 @@ from tests.support.tensors import assert_same, blank
 from tests.support.worker import base_path, leave, rank, world_size
 
 CASES: dict[str, Callable[[Door, str], None]] = {}
-MIB = 1 << 20
 
 
 def case(function: Callable[[Door, str], None]) -> Callable[[Door, str], None]:
@@ -42,16 +40,6 @@ def case(function: Callable[[Door, str], None]) -> Callable[[Door, str], None]:
 
 def _mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (world_size(),))
-
-
-def _header(door: Door, step: int) -> ParsedHeader:
-    """What this rank's object of a version says, on disk."""
-    data = door.object_path(step, rank()).read_bytes()
-    return parse_header(data, len(data))
-
-
-def _tensor_bytes(door: Door, step: int) -> int:
-    return sum(entry.nbytes for entry in _header(door, step).layout.tensors)
 
 
 def _total(value: int) -> int:
@@ -72,11 +60,15 @@ def sharded(door: Door, mode: str) -> None:
         assert_same(door.load(blank(full_state(0)), step), full_state(step))
 
 
-def _train(door: Door, mode: str, kind: str, planner: Callable[[], Any] = DefaultSavePlanner) -> None:
+def _tensor_bytes(door: Door, step: int) -> int:
+    return sum(entry.nbytes for entry in door.header(step, rank()).layout.tensors)
+
+
+def _train(door: Door, mode: str, kind: str) -> None:
     training = Training(kind)
     for step in (1, 2, 3):
         training.step(step)
-        door.save_by(mode, training.state() | {"step": step}, step, planner=planner())
+        door.save_by(mode, training.state() | {"step": step}, step)
         expected = training.whole()
         other = Training(kind, seed=9)
         other.step(99)
@@ -90,29 +82,10 @@ def _train(door: Door, mode: str, kind: str, planner: Callable[[], Any] = Defaul
     check(other.whole(), training.whole())
 
 
-@case
-def ddp(door: Door, mode: str) -> None:
-    _train(door, mode, "ddp")
-
-
-@case
-def fsdp(door: Door, mode: str) -> None:
-    _train(door, mode, "fsdp")
-
-
-@case
-def hsdp(door: Door, mode: str) -> None:
-    _train(door, mode, "hsdp")
-
-
-@case
-def tensor_parallel(door: Door, mode: str) -> None:
-    _train(door, mode, "tp")
-
-
-@case
-def fsdp_and_tensor_parallel(door: Door, mode: str) -> None:
-    _train(door, mode, "fsdp+tp")
+CASES |= {
+    "hsdp": functools.partial(_train, kind="hsdp"),
+    "fsdp_and_tensor_parallel": functools.partial(_train, kind="fsdp+tp"),
+}
 
 
 @case
@@ -195,14 +168,15 @@ def others_are_not_staged(door: Door, mode: str) -> None:
     for step in range(1, 6):
         door.save_by(mode, state(step), step)
         assert_same(door.load(blank(state(0)), step), state(step))
-        header = _header(door, step)
+        header = door.header(step, rank())
         used[step] = header.layout.size - header.layout.data_start
         door.settle()  # what a saving process says is heard a moment after its answer
         assert _total(_tensor_bytes(door, step)) == whole, "a tensor was written by no rank or by several"
-    gaps = sum(end - begin for begin, end in _header(door, 5).layout.gaps)
+    gaps = sum(end - begin for begin, end in door.header(5, rank()).layout.gaps)
     assert gaps < 1024, gaps
     assert max(used.values()) < 1.1 * whole / world_size() + 65536, used
     assert min(door.slot_bytes(rank())) < 1.1 * whole / world_size() + 65536, door.slot_bytes(rank())
+    assert len(door.slot_bytes(rank())) <= 4
 
 
 @case
@@ -210,7 +184,7 @@ def a_rank_changes_its_structure(door: Door, mode: str) -> None:
     """Which can change what all the others have to write. At most the save in which it happens may be lost."""
     failed: list[int] = []
     mesh = _mesh()
-    for step in range(1, 25):
+    for step in range(1, 17):
         extra: dict[str, Any] = {}
         if rank() == step // 4 % world_size() and step >= 4:
             extra = {f"only_here_{i}": numbered(step, 40 * (i + 1), 10) for i in range(step // 4)}
@@ -239,30 +213,6 @@ def a_rank_changes_its_structure(door: Door, mode: str) -> None:
     assert _total(len(failed)) == len(failed) * world_size()
 
 
-@case
-def all_ranks_change_their_structure(door: Door, mode: str) -> None:
-    for step in range(1, 13):
-        state = plain_state(step) | {f"more{i}": numbered(step, 30, i + 1) for i in range(step % 4)}
-        if step % 3 == 0:
-            state["weight"] = numbered(step, 30, 40)
-        door.save_by(mode, state, step)
-        assert_same(door.load(blank(state), step), state)
-
-
-@case
-def memory_stays_at_four_versions(door: Door, mode: str) -> None:
-    state = {f"w{i}": torch.full((256, 1024), float(rank())) for i in range(8)}
-    state |= {f"rank{rank()}_{i}": torch.full((256, 1024), float(i)) for i in range(8)}
-    for step in range(1, 11):
-        door.save_by(mode, state, step)
-    dist.barrier()
-    slots, share = door.slot_bytes(rank()), _total(_tensor_bytes(door, 10)) / world_size()
-    assert len(slots) <= 4
-    # Of the first save, all is staged: nobody knows yet what others write.
-    assert sum(slots) < 4 * 16 * 1.1 * (1 << 20), (slots, share)
-    assert min(slots) < share * 1.1 + 65536, (slots, share)
-
-
 # -- failures ----------------------------------------------------------------------------------------------------
 
 
@@ -270,19 +220,15 @@ def memory_stays_at_four_versions(door: Door, mode: str) -> None:
 def a_planner_fails_on_one_rank(door: Door, mode: str) -> None:
     step = 0
     for method in ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data"):
-        for where in range(world_size()):
-            if method == "create_global_plan" and where != 0:
-                continue
+        for where in {0} if method == "create_global_plan" else {0, world_size() - 1}:
             step += 1
             planner = FailingPlanner(method, ranks=(where,), rank=rank())
             with pytest.raises(CheckpointException, match=f"the planner fails in {method}"):
                 door.save_by(mode, sharded_state(step, _mesh()), step, planner=planner)
-            began = time.monotonic()
             step += 1
             door.save_by(mode, sharded_state(step, _mesh()), step)
             check(door.load(blank(sharded_state(0, _mesh())), step), full_state(step))
-            door.settle()
-            assert time.monotonic() - began < 20, "a save that failed holds the later ones up"
+            door.settle()  # a save that failed holds no later one up
     assert len(door.slot_bytes(rank())) <= 4, door.slot_bytes(rank())
 
 

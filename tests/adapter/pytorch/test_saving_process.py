@@ -28,7 +28,7 @@ from ml_flashpoint.net.client import Connection
 from ml_flashpoint.net.messages import BLOBS, JSON_BYTES
 from tests.support.dcp import RESULT_TIMEOUT_S, Door
 from tests.support.forked import Child, call
-from tests.support.planners import CastingPlanner, InPlacePlanner, RenamingPlanner, ResolvingPlanner, caching_planner
+from tests.support.planners import CastingPlanner, InPlacePlanner, ResolvingPlanner
 from tests.support.tensors import assert_same, blank
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -135,22 +135,6 @@ def test_any_number_of_items(door: Door) -> None:
     assert bytes(saved["last"].tolist()) == b"one"
 
 
-@pytest.mark.parametrize(
-    "planner",
-    [
-        DefaultSavePlanner,
-        lambda: DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-        lambda: DefaultSavePlanner(flatten_sharded_tensors=False),
-        caching_planner,
-    ],
-    ids=["default", "dedup", "unflattened", "caching"],
-)
-def test_planners_of_torch(door: Door, planner: Callable[[], Any]) -> None:
-    for step in (1, 2, 3):
-        _save_by_process(door, _state(step), step, planner())
-        assert_same(door.load(blank(_state(step)), step), _state(step))
-
-
 @pytest.mark.parametrize("planner", [CastingPlanner, ResolvingPlanner])
 def test_a_planner_that_casts(door: Door, planner: type[DefaultSavePlanner]) -> None:
     for step in (1, 2, 3):
@@ -161,34 +145,12 @@ def test_a_planner_that_casts(door: Door, planner: type[DefaultSavePlanner]) -> 
         assert (loaded["note"], loaded["scalar"].item()) == ({"step": step}, step)
 
 
-def test_a_planner_that_renames(door: Door) -> None:
-    prefix = RenamingPlanner.PREFIX
-    for step in (1, 2, 3):
-        _save_by_process(door, _state(step), step, RenamingPlanner())
-        target: dict[str, Any] = {f"{prefix}a": torch.zeros(50, 3), f"{prefix}scalar": torch.tensor(0)}
-        assert_same(door.load(target, step), {f"{prefix}{name}": _state(step)[name] for name in ("a", "scalar")})
-
-
 def test_a_planner_that_writes_to_what_was_staged(door: Door) -> None:
     """It changes nothing that the trainer has, whose digests are of what was staged."""
     for step in (1, 2, 3):
         state = {"a": torch.full((5000,), float(step)), "b": torch.full((3,), float(step))}
         _save_by_process(door, state, step, InPlacePlanner())
         assert_same(door.load(blank(state), step), {name: -tensor for name, tensor in state.items()})
-
-
-def test_a_planner_that_fails_costs_that_save_only(door: Door) -> None:
-    _save_by_process(door, _state(1), 1)
-    staged: Any = door.writer.stage(_state(2))
-    assert "the planner fails" in str(call(_save, _sent(door, staged, 2, _Failing())))
-    assert "the planner fails" in _failed(staged.staged.save)
-    _save_by_process(door, _state(3), 3)
-    assert_same(door.load(blank(_state(3)), 3), _state(3))
-
-
-class _Failing(DefaultSavePlanner):
-    def resolve_data(self, write_item: Any) -> Any:
-        raise RuntimeError("the planner fails")
 
 
 def test_what_cannot_be_staged_is_told_where_ranks_can_tell_each_other(door: Door) -> None:

@@ -231,7 +231,7 @@ def test_callback_states_that_lightning_could_not_copy_are_refused_and_others_co
         fit(tmp_path, ours, callbacks=[Keeps(kept)], max_steps=3)
         assert ours.flashpoint is not None
         assert "'callbacks.Keeps.inner.0.kept' is a" in str(ours.flashpoint.health.last_error)
-        assert list(ours.flashpoint.base.glob("step-*")) == []
+        assert list((tmpfs / f"refused-{number}").glob("step-*")) == []
     for number, kept in enumerate([_nested(layout=torch.jagged), torch.eye(3).to_sparse()]):
         keeps = Keeps(torch.zeros(1))
         for callback, max_steps in ((Keeps(kept), 3), (keeps, 5)):

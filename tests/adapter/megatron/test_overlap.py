@@ -101,8 +101,10 @@ def test_each_version_is_the_state_at_the_call(door: Door, monkeypatch: pytest.M
 def test_a_change_that_was_announced_is_none_of_the_version(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     blank, gpt = _gpt("distributed-half", seed=7), _gpt("distributed-half")
     device = _on_a_device(door, gpt, monkeypatch)
+    device.lag(False)
     door.save_megatron(gpt.sharded_state(), LOCKED + 1)  # which waits anyway, and so waits for the copy
     assert door.latest() == LOCKED + 1
+    device.lag()
     saved = gpt.parameters()
     _async_save(door, gpt, LOCKED + 2)
     door.save_strategy.before_update()

@@ -97,13 +97,15 @@ UNLOADABLE: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize("way", ["sync", "async", "dist_checkpointing"])
 def test_what_megatron_core_could_not_load_is_refused_when_it_is_saved(door: Door, way: str) -> None:
-    for step, (value, why) in enumerate(UNLOADABLE[:3] if way == "dist_checkpointing" else UNLOADABLE, 1):
+    for step, (value, why) in enumerate(UNLOADABLE, 1):
         state = sharded_state(Layout(), step) | {"extra": value}
         if way == "dist_checkpointing":
             os.makedirs(door.version(step))
             dist_checkpointing.save(state, door.version(step), door.save_strategy)
         else:
             door.save_megatron(state, step, asynchronous=way == "async")
+        if way == "dist_checkpointing" and "common" in why:  # which has written it by now
+            why = why.rpartition("holds ")[2]
         assert re.search(why, str(door.save_strategy.last_error)), door.save_strategy.last_error
         assert door.latest() is None
 

@@ -505,7 +505,7 @@ try:
 except MemoryError:
     print("refused")
 for tier, source in zip(("base", "store"), sources):
-    for format in ("dcp", "safetensors", "torch", "hf"):
+    for format in ("dcp", "safetensors", "torch", "hf") if tier == "base" else ("dcp",):
         prefix = "t" if format == "hf" else ""
         with bounded():
             export.export_version(source, f"{folder}/{format}-{tier}", format=format, prefix=prefix)

@@ -130,7 +130,8 @@ def test_any_number_of_items(door: Door) -> None:
     save.fill([(f"w{i}", torch.tensor(i)) for i in range(9)], [(f"b{i}", b"%d" % i) for i in range(count)])
     save.commit(extra=[("last", b"one")])
     with safetensors.safe_open(door.object_path(1), "pt") as saved:
-        assert len(saved.keys()) == 9 + count + 1
+        names = saved.keys()
+        assert sum(name.startswith("b") for name in names) == count
         assert [saved.get_tensor(f"w{i}").item() for i in range(9)] == list(range(9))
         some = range(0, count, 4095)
         assert [bytes(saved.get_tensor(f"b{i}").tolist()) for i in some] == [b"%d" % i for i in some]

@@ -85,7 +85,7 @@ class TestEngine(Conformance):
 
 
 class DcpDoor(Door):
-    mode = "sync"
+    """Saves odd steps synchronously, and even ones asynchronously."""
 
     def __init__(self, base: Path) -> None:
         super().__init__(base)
@@ -93,7 +93,7 @@ class DcpDoor(Door):
         self._door.latest()  # as one must, where there may be something
 
     def save(self, step: int, state: State) -> None:
-        self._door.save_by(self.mode, state, step)
+        self._door.save_by("sync" if step % 2 else "thread", state, step)
 
     def load_latest(self) -> tuple[int, State] | None:
         step = self._door.latest()
@@ -105,28 +105,24 @@ class DcpDoor(Door):
         self._door.close()
 
 
-class AsyncDcpDoor(DcpDoor):
-    mode = "thread"
-
-
 class TestDcp(Conformance):
     door = DcpDoor
 
 
-@pytest.mark.slow
-class TestAsyncDcp(Conformance):
-    door = AsyncDcpDoor
-
-
 class LocalDoor(Door):
+    """Saves odd iterations synchronously, and even ones asynchronously."""
+
     def __init__(self, base: Path) -> None:
         super().__init__(base)
-        self._manager = LocalCheckpointManager(base)
+        self._manager, self._queue = LocalCheckpointManager(base), AsyncCallsQueue()
         self._manager.find_latest()  # as one must, where there may be something
         self._manager._oldest_accepted = 0  # the suite also goes back
 
     def save(self, step: int, state: State) -> None:
-        self._manager.save(BasicTensorAwareStateDict(state), step)
+        request = self._manager.save(BasicTensorAwareStateDict(state), step, is_async=step % 2 == 0)
+        if request is not None:
+            self._queue.schedule_async_request(request)
+            self._queue.maybe_finalize_async_calls(blocking=True)
 
     def load_latest(self) -> tuple[int, State] | None:
         if self._manager.find_latest() == -1:
@@ -138,22 +134,5 @@ class LocalDoor(Door):
         self._manager.close()
 
 
-class AsyncLocalDoor(LocalDoor):
-    def __init__(self, base: Path) -> None:
-        super().__init__(base)
-        self._queue = AsyncCallsQueue()
-
-    def save(self, step: int, state: State) -> None:
-        request = self._manager.save(BasicTensorAwareStateDict(state), step, is_async=True)
-        assert request is not None
-        self._queue.schedule_async_request(request)
-        self._queue.maybe_finalize_async_calls(blocking=True)
-
-
 class TestLocal(Conformance):
     door = LocalDoor
-
-
-@pytest.mark.slow
-class TestAsyncLocal(Conformance):
-    door = AsyncLocalDoor

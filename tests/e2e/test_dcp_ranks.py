@@ -29,7 +29,7 @@ EVERYWHERE = [
     "a_step_saved_twice",
     "everything_in_turn",
 ]
-ASYNCHRONOUS = ["changes_after_async_save", "without_waiting"]
+ASYNCHRONOUS = ["changes_after_async_save"]
 ON_FOUR = ["fsdp_and_tensor_parallel"]
 IN_A_PROCESS = [name for name in EVERYWHERE if name != "everything_in_turn"] + ["changes_after_async_save"]
 

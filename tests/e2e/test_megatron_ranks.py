@@ -28,13 +28,11 @@ CASES = [
     "fully_parallel",
     "fully_parallel_load",
     "what_megatron_core_reads_by_itself",
-    "saved_by_dist_checkpointing_itself",
     "strict_handling",
     "flattened_ranges",
     "the_staged_copies_are_the_object",
     "a_structure_that_changes_on_one_rank",
     "a_save_that_fails_on_one_rank",
-    "common_state_that_cannot_be_saved",
     "a_load_that_fails_on_one_rank",
     "objects_that_could_run_code_are_refused",
     "cut_connections",
@@ -66,12 +64,9 @@ def run(tmpfs: Path, placement: tuple[int, ...], name: str) -> None:
     run_cases(Cluster(tmpfs, "megatron_cases", placement=placement, args=[name], preload=warm.MEGATRON))
 
 
-def test_a_lost_node_is_replaced_and_then_all_go_on_with_fewer_ranks(tmpfs: Path) -> None:
-    """Four ranks on two nodes; one node comes back empty, then the other; TP 2 to TP 1, DP 4 to DP 2, to one rank."""
+def test_a_lost_node_is_replaced_and_all_go_on_with_fewer_ranks(tmpfs: Path) -> None:
+    """Four ranks on two nodes, of which one comes back empty; TP 2 to TP 1, DP 4 to DP 2."""
     saved = "tp2-pp1-dp2:tp1-pp1-dp4"
     run(tmpfs, (0, 0, 1, 1), f"save_for_others:{saved}")
-    tmpfs_folders.remove_folder(tmpfs / "node-1")
-    run(tmpfs, (0, 0, 1, 1), f"load_and_keep:{saved}")
     tmpfs_folders.remove_folder(tmpfs / "node-0")
     run(tmpfs, (0, 1), f"load_from_others:{saved}")
-    run(tmpfs, (1,), f"load_from_fewer:{saved}")

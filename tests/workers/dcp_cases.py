@@ -258,27 +258,6 @@ def a_step_saved_twice(door: Door, mode: str) -> None:
 
 
 @case
-def without_waiting(door: Door, mode: str) -> None:
-    """As the tutorial does: the next save is started although the last one may be under way."""
-    mesh = _mesh()
-    # Not the group on which states are made meanwhile: their collectives would meet those of the saving thread.
-    options = {**checkpointer(mode), "process_group": dist.new_group()}
-    futures = []
-    for step in range(1, 9):
-        state = sharded_state(step, mesh)
-        futures.append(door.async_save(state, step, **options))
-        state["plain"]["weight"].zero_()
-        state["sharded"]["rows"].to_local().zero_()
-    for future in futures:
-        future.result(RESULT_TIMEOUT_S)
-    check(door.load(blank(sharded_state(0, mesh)), 8), full_state(8))
-    state = sharded_state(10, mesh)
-    door.async_save(sharded_state(9, mesh), 9, **options)
-    door.save(state, 10)
-    check(door.load(blank(sharded_state(0, mesh)), 10), full_state(10))
-
-
-@case
 def changes_after_async_save(door: Door, mode: str) -> None:
     mesh = _mesh()
     for step in (1, 2, 3, 4):

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.support.cases import go_through
 from tests.support.cuts import cut_in_the_midst
-from tests.support.megatron import Door, TorchDist, load_from, without_cuda
+from tests.support.megatron import Door, TorchDist, without_cuda
 from tests.support.megatron_cases import CASES, case, check_load, expected, some_layout
 from tests.support.megatron_states import LAYOUTS, Layout, assert_same_state, plain, sharded_state
 from tests.support.worker import base_path, leave, rank, world_size
@@ -199,25 +199,6 @@ def what_megatron_core_reads_by_itself(door: Door, other: TorchDist) -> None:
 
 
 @case
-def saved_by_dist_checkpointing_itself(door: Door, other: TorchDist) -> None:
-    """Which writes the common state on rank 0 only; a recovery brings it to all nodes."""
-    layout = some_layout()
-    for step in (1, 2):
-        folder = door.version(step)
-        os.makedirs(folder, exist_ok=True)
-        dist.barrier()
-        request = dist_checkpointing.save(
-            sharded_state(layout, step), folder, door.save_strategy, async_sharded_save=step == 2
-        )
-        if step == 2:
-            door.queue.schedule_async_request(request)
-            door.queue.maybe_finalize_async_calls(blocking=True)
-        assert door.save_strategy.last_error is None
-        check_load(door, layout, step)
-        assert {"common.pt", "metadata.json"} <= set(os.listdir(folder))
-
-
-@case
 def strict_handling(door: Door, other: TorchDist) -> None:
     layout = some_layout()
     door.save_megatron(sharded_state(layout, 1), 1)
@@ -291,27 +272,6 @@ def save_for_others(root: Path, layouts: list[Layout]) -> None:
         door.close()
 
 
-def load_and_keep(root: Path, saved_by: list[Layout]) -> None:
-    """Load that in the layout that it was saved in, and compare with `torch_dist`."""
-    for layout in saved_by:
-        door = Door(root / str(layout))
-        ours = door.load_megatron(sharded_state(layout, 0, blank=True), 2)
-        assert {"common.pt", "metadata.json"} <= set(os.listdir(door.version(2)))
-        assert_same_state(ours, expected(layout, 2))
-        other = TorchDist(root.parent.parent / f"torch_dist-{layout}")
-        assert_same_state(ours, other.load(sharded_state(layout, 0, blank=True)))
-        dist.barrier()
-        door.close()
-
-
-def load_from_fewer(root: Path, saved_by: list[Layout]) -> None:
-    """Load what `load_from_others` has saved."""
-    for saved in saved_by:
-        door = Door(root / str(saved))
-        check_load(door, LAYOUTS[world_size()][0], 3, LAYOUTS[2][0])
-        door.close()
-
-
 def load_from_others(root: Path, saved_by: list[Layout]) -> None:
     """Load that, in all layouts of this many ranks, and compare with `torch_dist`; then save, and load that."""
     for saved in saved_by:
@@ -319,11 +279,8 @@ def load_from_others(root: Path, saved_by: list[Layout]) -> None:
         other = TorchDist(root.parent.parent / f"torch_dist-{saved}")
         for layout in LAYOUTS[world_size()]:
             same = layout == saved
-            found = door.loader.get_latest_complete_checkpoint(door.base)
-            assert found is not None
-            assert found.step == 2
-            assert {"common.pt", "metadata.json"} <= set(os.listdir(str(found)))
-            ours = load_from(str(found), sharded_state(layout, 0, blank=True, own_objects=same), door.load_strategy)
+            ours = door.load_megatron(sharded_state(layout, 0, blank=True, own_objects=same), 2)
+            assert {"common.pt", "metadata.json"} <= set(os.listdir(door.version(2)))
             assert_same_state(ours, expected(layout, 2, own_objects=same))
             assert_same_state(ours, other.load(sharded_state(layout, 0, blank=True, own_objects=same)))
         layout = LAYOUTS[world_size()][0]
@@ -368,7 +325,7 @@ without_cuda()
 def run(name: str) -> None:
     layouts = {str(layout): layout for each in LAYOUTS.values() for layout in each}
     function, *args = name.split(":")
-    if function in ("save_for_others", "load_and_keep", "load_from_others", "load_from_fewer"):
+    if function in ("save_for_others", "load_from_others"):
         globals()[function](base_path(), [layouts[each] for each in args])
         return
     door = Door(base_path() / name)

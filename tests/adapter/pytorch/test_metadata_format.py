@@ -22,58 +22,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from ml_flashpoint.adapter.pytorch.metadata_format import ItemPlace, decode_metadata, encode_metadata
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, SaveError
-from tests.support.tensors import PLAIN_DTYPES
-
-_NAMES = st.text(max_size=5) | st.sampled_from(["a.b", "\ud800", "0", "ü"])
-_SIZES = st.lists(st.integers(0, 2**40), max_size=3).map(torch.Size)
-_FORMATS = [torch.contiguous_format, torch.preserve_format, torch.channels_last]
-
-
-@st.composite
-def _tensors(draw: st.DrawFn) -> TensorStorageMetadata:
-    properties = TensorProperties(
-        draw(st.sampled_from(PLAIN_DTYPES)),
-        draw(st.sampled_from([torch.strided, torch.sparse_coo, torch.sparse_csr])),
-        draw(st.booleans()),
-        draw(st.sampled_from(_FORMATS)),
-        draw(st.booleans()),
-    )
-    size = draw(_SIZES)
-    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    others = st.lists(st.builds(ChunkStorageMetadata, _SIZES, _SIZES), max_size=3)
-    return TensorStorageMetadata(properties, size, draw(others | st.just([whole])))
-
-
-@st.composite
-def _metadata(draw: st.DrawFn) -> Metadata:
-    items = draw(st.dictionaries(_NAMES, _tensors() | st.builds(BytesStorageMetadata), max_size=4))
-    fqns = st.sampled_from(sorted(items)) | _NAMES if items else _NAMES
-    index = st.builds(MetadataIndex, fqns, st.none() | _SIZES, st.none() | st.integers(0, 99))
-    places = draw(st.dictionaries(index, st.builds(ItemPlace, st.integers(0, 2**20), _NAMES), max_size=5))
-    path = st.lists(_NAMES | st.integers(0, 9), max_size=3).map(tuple)
-    planner_data = draw(st.none() | st.dictionaries(_NAMES, path, max_size=3) | st.just({"a": {"nested": [1, (2,)]}}))
-    metadata = Metadata(items, planner_data, places)
-    metadata.version = draw(st.none() | st.text(max_size=3))
-    return metadata
-
-
-def _exactly(metadata: Metadata) -> Any:
-    """What dataclasses do not compare, too: hints of indices, types of sizes, the order of everything."""
-    places = [(i.fqn, i.offset, i.index, type(i.offset), p) for i, p in metadata.storage_data.items()]
-    return list(metadata.state_dict_metadata.items()), places, metadata.planner_data, getattr(metadata, "version", None)
-
-
-@pytest.mark.slow
-@given(_metadata())
-@settings(max_examples=300)
-def test_round_trip(metadata: Metadata) -> None:
-    decoded = decode_metadata(encode_metadata(metadata), path="p")
-    assert decoded == metadata
-    assert _exactly(decoded) == _exactly(metadata)
-    for item in decoded.state_dict_metadata.values():
-        if isinstance(item, TensorStorageMetadata):
-            assert type(item.size) is torch.Size
-            assert all(type(chunk.offsets) is type(chunk.sizes) is torch.Size for chunk in item.chunks)
 
 
 def _small() -> Metadata:

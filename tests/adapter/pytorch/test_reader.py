@@ -132,9 +132,12 @@ def test_metadata_says_what_torchs_own_does(door: Door, tmp_path: Path) -> None:
             seen.append(storage_meta)
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
+    state = {"x": torch.ones(3), "nested": {"list": [torch.zeros(2, 0, dtype=torch.bfloat16), {"n": 1}], "text": "t"}}
+    state["images"] = torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    state["parameter"] = torch.nn.Parameter(torch.ones(2))
     for step in (1, 2):
-        door.save({"x": torch.ones(3)}, step, planner=Planner())
-    dcp.save({"x": torch.ones(3)}, checkpoint_id=tmp_path / "torch")
+        door.save(state, step, planner=Planner())
+    dcp.save(state, checkpoint_id=tmp_path / "torch")
     theirs = dcp.FileSystemReader(tmp_path / "torch").read_metadata()
     found = door.loader.get_latest_complete_checkpoint(door.base)
     reader = MemoryStorageReader(found, door.loader)
@@ -143,6 +146,9 @@ def test_metadata_says_what_torchs_own_does(door: Door, tmp_path: Path) -> None:
         reader.reset()
         metadata = reader.read_metadata()
         assert getattr(metadata, "version", None) == getattr(theirs, "version", None)
+        assert list(metadata.state_dict_metadata.items()) == list(theirs.state_dict_metadata.items())
+        assert metadata.planner_data == theirs.planner_data
+        assert set(metadata.storage_data) == set(theirs.storage_data)
         assert metadata.storage_meta is not None
         loads.append(metadata.storage_meta.load_id)
     saves = [meta.save_id for meta in seen if meta is not None]

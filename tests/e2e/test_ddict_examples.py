@@ -204,21 +204,16 @@ def test_a_killed_training_goes_on_from_memory_at_the_last_finished_epoch(
     assert_same_bits(saved(tmp_path), uninterrupted)
 
 
-@pytest.mark.parametrize(("manager", "with_memory"), [(0, True), (1, False)], ids=["with its memory", "without"])
-def test_a_training_that_lost_a_manager_goes_on_from_memory(
-    tmp_path: Path, tmpfs: Path, uninterrupted: dict[str, Any], manager: int, with_memory: bool
+def test_a_training_that_lost_a_manager_with_its_memory_goes_on_from_memory(
+    tmp_path: Path, tmpfs: Path, uninterrupted: dict[str, Any]
 ) -> None:
-    args = training_args(tmp_path, "--in-memory")
-    with running("training", tmpfs, *args) as program:
+    with running("training", tmpfs, *training_args(tmp_path, "--in-memory")) as program:
         program.wait_for(rf"^Epoch \[5/{EPOCHS}\]")
-        lost = program.manager_pid(manager)
+        lost = program.manager_pid(0)
         assert program.find(rf"^Epoch \[{EPOCHS}/{EPOCHS}\]") is None, "too late"
-        if with_memory:
-            lose_node(lost, tmpfs, manager)
-        else:
-            os.kill(lost, signal.SIGKILL)
+        lose_node(lost, tmpfs, 0)
         output = program.end()
-        assert re.search(rf"manager {manager} of \S+ \(pid {lost}\) ended without a word and is started again", output)
+        assert re.search(rf"manager 0 of \S+ \(pid {lost}\) ended without a word and is started again", output)
         assert output.index("is started again") < output.index(f"Epoch [{EPOCHS}/{EPOCHS}]"), "too late"
     finished = epochs_of(output)
     assert finished == sorted(set(finished)), "an epoch that was finished was trained again"

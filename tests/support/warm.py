@@ -63,7 +63,7 @@ HUGGING_FACE = (
     "ml_flashpoint.adapter.transformers",
 )
 TITAN = ("tests.support.titan",)
-MEGATRON = ("tests.support.megatron", "tests.support.megatron_gpt", "tests.support.megatron_save_cases")
+MEGATRON = ("tests.support.megatron", "tests.support.megatron_gpt")
 NEMO = ("nemo.lightning", "nemo.collections.llm", "tests.support.megatron", "ml_flashpoint.adapter.nemo")
 # Read when the interpreter starts, or a library is loaded: such processes have a template of their own.
 _AT_IMPORT = re.compile(

@@ -123,8 +123,8 @@ def every_loss(report: Any, rank: int) -> int:
     return losses
 
 
-def damage(report: Any, rank: int) -> list[str]:
-    """A bit flips, or a part is cut short: the copy is used. Without copies, the older iteration is."""
+def damage(report: Any, rank: int) -> None:
+    """A bit flips, or a part is cut short: the copy is used. Without copies, a lost part is named, on all ranks."""
     copied = LocalCheckpointManager(base(), "copied", LazyCliqueReplicationStrategy(1, 2))
     copied.save(BasicTensorAwareStateDict(state_of(rank, 4)), 4)
     copied.close()
@@ -134,17 +134,8 @@ def damage(report: Any, rank: int) -> list[str]:
     copied = LocalCheckpointManager(base(), "copied", LazyCliqueReplicationStrategy(1, 2))
     expect(copied, 4)
     copied.close()
-
     alone = LocalCheckpointManager(base(), "alone")
     alone.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
-    alone.save(BasicTensorAwareStateDict(state_of(rank, 2)), 2)
-    alone.close()
-    dist.barrier()
-    if rank == 0:
-        spoil(base() / "alone/step-2_ckpt", rank, cut=False)
-    dist.barrier()
-    alone = LocalCheckpointManager(base(), "alone")
-    expect(alone, 1)
     alone.close()
     dist.barrier()
     if rank == 1:
@@ -159,7 +150,6 @@ def damage(report: Any, rank: int) -> list[str]:
     alone.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
     expect(alone, 1)
     alone.close()
-    return ["copy used", "older used"]
 
 
 def spoil(version: Path, rank: int, *, cut: bool) -> None:

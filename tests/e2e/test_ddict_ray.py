@@ -205,7 +205,7 @@ def test_a_node_is_lost_while_writers_run(cluster: RayCluster) -> None:
 
 @pytest.mark.timeout(900)
 def test_nothing_committed_is_lost_strike_after_strike(cluster: RayCluster, base: Path) -> None:
-    """At real size: 256 MiB that four writers write, while a manager, an actor, and a node with all on it are killed."""
+    """At real size: four writers write 256 MiB, while a manager, an actor, and a node with all on it are killed."""
     free = min(shutil.disk_usage(base).free, psutil.virtual_memory().available)
     if not tmpfs_folders.has_tmpfs() or free < (6 << 30):
         pytest.skip(f"takes 6 GiB of /dev/shm, of which {free >> 20} MiB are free")

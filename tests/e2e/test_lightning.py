@@ -114,13 +114,12 @@ def test_at_real_size_a_lost_node_gets_its_part_from_the_other(tmpfs: Path, tmp_
         assert sum(last(cluster.reports(rank), "bytes") for rank in range(2)) > 256 << 20
 
 
-# ---- started as a user starts it, cold: what a template has imported and frozen might end otherwise ---------------
-
-
 @pytest.mark.timeout(240)
 def test_the_example_goes_on_from_the_step_before_the_kill(tmpfs: Path) -> None:
     args = ["--base", tmpfs / "job", "--steps", 24, "--every", 4, "--die-at", 14]
-    with Cluster(tmpfs, EXAMPLE, ranks_per_node=2, args=args, torchrun=True, max_restarts=2, cold=True) as cluster:
+    with Cluster(
+        tmpfs, EXAMPLE, ranks_per_node=2, args=args, torchrun=True, max_restarts=2, preload=warm.LIGHTNING
+    ) as cluster:
         cluster.wait(timeout_s=200)
         output = cluster.outputs()[0]
     assert "starting anew" in output
@@ -135,6 +134,7 @@ def test_the_example_goes_on_from_the_step_before_the_kill(tmpfs: Path) -> None:
 def test_no_thread_aborts_the_interpreter_at_its_exit_or_holds_it_up(
     tmpfs: Path, tmp_path: Path, how: str, code: int
 ) -> None:
+    """Started as a user starts it, cold: what a template has imported and frozen might end otherwise."""
     with Cluster(
         tmpfs, "lightning_training", ranks_per_node=2, args=["ddp", tmp_path, "--exit", how], cold=True
     ) as cluster:

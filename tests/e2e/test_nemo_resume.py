@@ -96,13 +96,10 @@ def test_at_real_size_a_lost_node_gets_its_part_from_the_other(tmpfs: Path, tmp_
 
 @pytest.mark.timeout(600)
 def test_the_example_goes_on_after_a_kill(tmpfs: Path, tmp_path: Path) -> None:
-    """In bfloat16, with float32 weights in the optimizer; whichever save was the last when it was killed.
-
-    Started as a user starts it, cold.
-    """
+    """In bfloat16, with float32 weights in the optimizer; whichever save was the last when it was killed."""
     base, steps = tmpfs / "job", ["--ckpt-mlf-every-n-steps", 2, "--ckpt-std-every-n-steps", 32]
     args = ["--base", base, "--log-dir", tmp_path, "--steps", 40, *steps]
-    with Cluster(tmpfs, "nemo_example", args=args, torchrun=True, max_restarts=1, cold=True) as cluster:
+    with Cluster(tmpfs, "nemo_example", args=args, torchrun=True, max_restarts=1, preload=warm.NEMO) as cluster:
         cluster.wait_for_output(r"iteration 5/39", rank=0, timeout_s=250)
         cluster.kill_rank(0)
         cluster.wait(timeout_s=300)

@@ -63,8 +63,14 @@ HUGGING_FACE = (
     "ml_flashpoint.adapter.transformers",
 )
 TITAN = ("tests.support.titan",)
-MEGATRON = ("tests.support.megatron", "tests.support.megatron_gpt")
-NEMO = ("nemo.lightning", "nemo.collections.llm", "tests.support.megatron", "ml_flashpoint.adapter.nemo")
+MEGATRON = ("tests.support.eager", "tests.support.megatron", "tests.support.megatron_gpt")
+NEMO = (
+    "tests.support.eager",
+    "nemo.lightning",
+    "nemo.collections.llm",
+    "tests.support.megatron",
+    "ml_flashpoint.adapter.nemo",
+)
 # Read when the interpreter starts, or a library is loaded: such processes have a template of their own.
 _AT_IMPORT = re.compile(
     r"(PYTHON|OMP_|MKL_|OPENBLAS_|LD_|MALLOC_|GLIBC_|KMP_|TORCH_(LOGS|CPP|SHOW|TRACE)|TORCHINDUCTOR_|CUDA_|NEMO_|HF_)"

@@ -57,22 +57,6 @@ def test_a_rank_that_is_gone_fails_the_save_of_the_others(tmpfs: Path, mode: str
         assert "rank 0" in text, "it says whose error it is"
 
 
-def test_copies_are_made_off_the_callers_thread(tmpfs: Path) -> None:
-    with Team(local_faults.replication_off_the_callers_thread, tmpfs, 2) as team:
-        for child in team.ranks:
-            child.next_report("ready")
-        team[1].stop()
-        team[0].say("go on")
-        # With its peer stopped, the caller goes on, and the save is under way.
-        assert team[0].next_report("returned") == ("returned", 1)
-        team[1].go_on()
-        team[1].say("go on")
-        team[1].next_report("returned")
-        for child in team.ranks:
-            child.say("finish")
-        team.results()
-
-
 def test_ranks_that_moved_find_their_parts_and_other_world_sizes_are_refused(tmpfs: Path) -> None:
     call_team(local_faults.save_one, tmpfs, 3, 5)
     call_team(local_faults.load_one, tmpfs, 3, 5, placement=[2, 0, 1])

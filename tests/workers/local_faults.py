@@ -221,23 +221,6 @@ def rank_dies(report: Any, rank: int, mode: str) -> Any:
     os._exit(0)  # the process group cannot be left in order: its other rank is gone
 
 
-def replication_off_the_callers_thread(report: Any, rank: int) -> None:
-    """Rank 0 saves while its peer is stopped, and so cannot take a copy."""
-    manager = LocalCheckpointManager(base(), "copies", LazyCliqueReplicationStrategy(1, 2))
-    manager.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
-    queue = AsyncCallsQueue()
-    report("ready")
-    report.listen()  # rank 1 is stopped here
-    request = manager.save(BasicTensorAwareStateDict(state_of(rank, 2)), 2, is_async=True)
-    assert request is not None
-    queue.schedule_async_request(request)
-    report("returned", queue.get_num_unfinalized_calls())
-    report.listen()
-    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
-    expect(manager, 2)
-    manager.close()
-
-
 def save_one(report: Any, rank: int, iteration: int) -> None:
     manager = LocalCheckpointManager(base(), "moved", LazyCliqueReplicationStrategy(1, 2))
     manager.save(BasicTensorAwareStateDict(state_of(rank, iteration)), iteration)

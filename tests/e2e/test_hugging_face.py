@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ pytest.importorskip("transformers")
 
 from tests.support import warm
 from tests.support.cluster import REPOSITORY, Cluster, free_port
+from tests.support.processes import child_environment
 
 # Steps after which rank 0 is killed: before the last step of an epoch, after it, and in the midst of one.
 KILLS = {
@@ -77,13 +76,12 @@ def test_the_trainers_example_goes_on(tmpfs: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_accelerates_example_goes_on_under_its_launcher(tmpfs: Path) -> None:
-    """Started as a user starts it, cold."""
     example = REPOSITORY / "examples" / "accelerate" / "train_gpt.py"
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launch += ["--rdzv_backend", "c10d", "--max_restarts", "2", "--main_process_port", str(free_port()), str(example)]
     args = ["--base", str(tmpfs / "job"), "--steps", "24", "--die-at", "14"]
     ours = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = subprocess.run([*launch, *args], env=os.environ | ours, capture_output=True, text=True, timeout=220)
+    ended = warm.run([*launch, *args], child_environment(**ours), preload=warm.HUGGING_FACE, timeout_s=220)
     assert ended.returncode == 0, ended.stderr
     assert "starting anew" in ended.stdout
     assert "rank 0 kills itself" in ended.stdout

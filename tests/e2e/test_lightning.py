@@ -134,9 +134,14 @@ def test_the_example_goes_on_from_the_step_before_the_kill(tmpfs: Path) -> None:
 def test_no_thread_aborts_the_interpreter_at_its_exit_or_holds_it_up(
     tmpfs: Path, tmp_path: Path, how: str, code: int
 ) -> None:
-    """Started as a user starts it, cold: what a template has imported and frozen might end otherwise."""
+    """Started as a user starts it, cold, where it ends well: what a template has imported might end otherwise."""
     with Cluster(
-        tmpfs, "lightning_training", ranks_per_node=2, args=["ddp", tmp_path, "--exit", how], cold=True
+        tmpfs,
+        "lightning_training",
+        ranks_per_node=2,
+        args=["ddp", tmp_path, "--exit", how],
+        cold=not code,
+        preload=warm.LIGHTNING,
     ) as cluster:
         assert cluster.wait(timeout_s=100, check=False) == [code, code]
         for output in cluster.outputs().values():

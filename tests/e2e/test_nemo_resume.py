@@ -16,7 +16,10 @@ from tests.support import warm
 from tests.support.cluster import Cluster
 from tests.support.persisting import persisted_steps
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("nemo") is None, reason="NeMo is not installed")
+pytestmark = [
+    pytest.mark.slow(200),
+    pytest.mark.skipif(importlib.util.find_spec("nemo") is None, reason="NeMo is not installed"),
+]
 
 
 def last(reports: list[dict[str, Any]], name: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster, run_ranks
+from tests.support.cluster import Cluster
 from tests.support.forked import Team, call_team
 from tests.workers import distributed_training as worker
 from tests.workers.training import gate_of
@@ -68,7 +68,7 @@ def test_resumed_run_is_the_undisturbed_run_and_a_lost_node_is_replaced_from_its
 def test_torchrun_with_ranks_and_nodes_killed(tmpfs: Path, kind: str) -> None:
     # However late a kill comes, it finds the ranks at work, or before the gate that only it opens.
     steps, chance = 48, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
-    expected = run_ranks(tmpfs / "reference", "training", 4, args=["--without", "--kind", kind, "--steps", steps])
+    expected = undisturbed(tmpfs / "reference", kind, steps)
     with Cluster(
         tmpfs,
         "training",
@@ -90,7 +90,7 @@ def test_torchrun_with_ranks_and_nodes_killed(tmpfs: Path, kind: str) -> None:
         for rank in range(4):
             reports = cluster.reports(rank)
             (digests,) = [r["digests"] for r in reports if "digests" in r]
-            assert digests == expected[rank][0]["digests"]
+            assert digests == expected[rank]
             resumed = [r["resumed"] for r in reports if "resumed" in r]
             assert len(resumed) >= 3, "killed twice"
             steps_seen = [r["step"] for r in reports if "step" in r]

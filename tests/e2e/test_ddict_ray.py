@@ -141,21 +141,6 @@ def test_values_of_all_nodes(cluster: RayCluster) -> None:
         assert (d["small"], d["text"], len(d)) == (1, "far and near", len(keys) + 2)
 
 
-def test_writers_on_all_nodes_commit_checkpoints(cluster: RayCluster) -> None:
-    epochs = 5
-    with DDict(1, NODES, TOTAL, working_set_size=2, wait_for_writers=True, timeout=TIMEOUT_S, replication="ring") as d:
-        reports = ray.get(
-            [run_on(node, ddict_ray.write_epochs, d, rank, NODES, epochs) for rank, node in enumerate(cluster.nodes)],
-            timeout=DEADLINE_S,
-        )
-        assert [(report.written, report.errors) for report in reports] == [(epochs, [])] * NODES
-        assert d.sync_to_newest_checkpoint() == epochs - 1
-        for rank in range(NODES):
-            assert d["last", rank] == epochs - 1
-            for epoch in range(epochs):
-                _expect(d, rank, epoch)
-
-
 def test_a_node_is_lost_while_writers_run(cluster: RayCluster) -> None:
     lost = 0
     with _with_manager_elsewhere(cluster, lost) as d:

@@ -60,24 +60,6 @@ def test_killed_ranks_and_a_lost_node(tmpfs: Path, kind: str) -> None:
         assert_undisturbed(cluster, lives=3)
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_twenty_kills(tmpfs: Path) -> None:
-    kills, chance = 20, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
-    with job(tmpfs, "--steps", 130, max_restarts=2 * kills) as cluster:
-        for kill in range(kills):
-            # With copies of its own: two nodes lost before that are more than is promised.
-            cluster.wait_for_report(rank=0, becomes_safe=True, nth=kill + 1, timeout_s=200)
-            threading.Event().wait(chance.uniform(0, 0.3))
-            if chance.random() < 0.7:
-                cluster.kill_rank(chance.randrange(2))
-            else:
-                cluster.kill_node(node := chance.randrange(2))
-                cluster.start_node(node)
-        cluster.wait(timeout_s=900, check=False)
-        assert_undisturbed(cluster, lives=kills // 2)
-
-
 def test_the_example_goes_on(tmpfs: Path) -> None:
     example = REPOSITORY / "examples" / "torchtitan" / "train.py"
     args = ["--base", tmpfs / "job", "--folder", tmpfs / "own", "--steps", 12, "--die-at", 6]

@@ -49,17 +49,14 @@ def test_resumed_run_is_the_undisturbed_run_and_a_lost_node_is_replaced_from_its
     first = train(tmpfs, kind, 5)
     assert [r["recovery"]["step"] for r in first] == [0] * 4
     assert [r["replicated"] for r in first] == [5] * 4
-    second = train(tmpfs, kind, 9, seed=1)
-    assert [r["recovery"]["step"] for r in second] == [5] * 4
-    assert [r["recovery"]["fetched_bytes"] for r in second] == [0] * 4
     shutil.rmtree(tmpfs / "node-0")
-    third = train(tmpfs, kind, 11, seed=2)
-    assert [r["recovery"]["step"] for r in third] == [9] * 4
-    assert all(r["recovery"]["fetched_bytes"] > 0 for r in third[:2])
+    second = train(tmpfs, kind, 8, seed=1)
+    assert [r["recovery"]["step"] for r in second] == [5] * 4
+    assert [r["recovery"]["fetched_bytes"] > 0 for r in second] == [True, True, False, False]
     shutil.rmtree(tmpfs / "node-1")
-    fourth = train(tmpfs, kind, 13, seed=3)
-    assert [r["recovery"]["step"] for r in fourth] == [11] * 4
-    assert [r["digests"] for r in fourth] == undisturbed(tmpfs, kind, 13)
+    third = train(tmpfs, kind, 10, seed=2)
+    assert [r["recovery"]["step"] for r in third] == [8] * 4
+    assert [r["digests"] for r in third] == undisturbed(tmpfs, kind, 10)
 
 
 @pytest.mark.slow(60)

@@ -15,7 +15,7 @@ import pytest
 from tests.support.cluster import Cluster, free_port
 from tests.support.processes import child_environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 PROGRAM = '''\
 import os

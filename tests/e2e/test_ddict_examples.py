@@ -21,7 +21,7 @@ import torch
 from tests.support.cluster import REPOSITORY, Cluster
 from tests.support.processes import suspend
 
-pytestmark = [pytest.mark.slow(100), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow(190), pytest.mark.timeout(600)]
 
 EXAMPLES = REPOSITORY / "examples" / "ddict"
 PRELOADED = ("ml_flashpoint.ddict", "ml_flashpoint.ddict.native")

@@ -37,7 +37,7 @@ from tests.support.ray_cluster import RayCluster, ray_cluster, run_on, take_memo
 from tests.workers import ddict_ray
 from tests.workers.ddict_ray import PARTS, part_of, value_of
 
-pytestmark = [pytest.mark.slow(150), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow(100), pytest.mark.timeout(400)]
 
 NODES = 3
 WRITERS = 4

@@ -59,7 +59,7 @@ def test_resumed_run_is_the_undisturbed_run_and_a_lost_node_is_replaced_from_its
     assert [r["digests"] for r in third] == undisturbed(tmpfs, kind, 10)
 
 
-@pytest.mark.slow(60)
+@pytest.mark.slow(150)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["fsdp2", pytest.param("ddp", marks=pytest.mark.soak)])
 def test_torchrun_with_ranks_and_nodes_killed(tmpfs: Path, kind: str) -> None:

@@ -16,6 +16,7 @@ from tests.support import warm
 from tests.support.cluster import REPOSITORY, Cluster, free_port
 from tests.support.processes import child_environment
 
+pytestmark = [pytest.mark.slow(90), pytest.mark.timeout(240)]
 # Steps after which rank 0 is killed: before the last step of an epoch, after it, and in the midst of one.
 KILLS = {
     "accelerate": (22, 23),
@@ -33,7 +34,6 @@ def last(reports: list[dict[str, Any]], name: str) -> Any:
     return [each[name] for each in reports if name in each][-1]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", list(KILLS))
 def test_killed_run_is_the_undisturbed_run(tmpfs: Path, kind: str) -> None:
     ranks = 2 if "ddp" in kind or "fsdp2" in kind else 1
@@ -74,7 +74,6 @@ def test_the_trainers_example_goes_on(tmpfs: Path) -> None:
     assert "train_loss" in output
 
 
-@pytest.mark.timeout(240)
 def test_accelerates_example_goes_on_under_its_launcher(tmpfs: Path) -> None:
     example = REPOSITORY / "examples" / "accelerate" / "train_gpt.py"
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]

@@ -12,6 +12,7 @@ from tests.support import warm
 from tests.support.cluster import REPOSITORY, Cluster
 from tests.support.persisting import lose_all_nodes, persisted_steps
 
+pytestmark = [pytest.mark.slow(90), pytest.mark.timeout(300)]
 EXAMPLE = REPOSITORY / "examples" / "lightning" / "train_gpt.py"
 # At the step of Lightning's own checkpoint, in the midst of an epoch, at its end.
 KILLS = {"single": (7,), "ddp": (5, 14), "fsdp": (9,), "model_parallel": (5,)}
@@ -21,7 +22,6 @@ def last(reports: list[dict[str, Any]], name: str) -> Any:
     return [each[name] for each in reports if name in each][-1]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", list(KILLS))
 def test_killed_run_is_the_undisturbed_run(tmpfs: Path, tmp_path: Path, kind: str) -> None:
     ranks = 1 if kind == "single" else 2
@@ -53,7 +53,6 @@ def test_killed_run_is_the_undisturbed_run(tmpfs: Path, tmp_path: Path, kind: st
             assert last(reports, "health")["failures"] == 0
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("model_parallel", marks=pytest.mark.soak)])
 def test_all_memory_is_lost_again_and_again(tmpfs: Path, tmp_path: Path, kind: str) -> None:
     """Once after SIGTERM, which Lightning ends the job by, and once after SIGKILL."""
@@ -114,7 +113,6 @@ def test_at_real_size_a_lost_node_gets_its_part_from_the_other(tmpfs: Path, tmp_
         assert sum(last(cluster.reports(rank), "bytes") for rank in range(2)) > 256 << 20
 
 
-@pytest.mark.timeout(240)
 def test_the_example_goes_on_from_the_step_before_the_kill(tmpfs: Path) -> None:
     args = ["--base", tmpfs / "job", "--steps", 24, "--every", 4, "--die-at", 14]
     with Cluster(
@@ -129,7 +127,6 @@ def test_the_example_goes_on_from_the_step_before_the_kill(tmpfs: Path) -> None:
     assert re.search(r"[34] saves, 0 failed", output)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("how", "code"), [("ends", 0), ("fails", 1)])
 def test_no_thread_aborts_the_interpreter_at_its_exit_or_holds_it_up(
     tmpfs: Path, tmp_path: Path, how: str, code: int

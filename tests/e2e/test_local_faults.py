@@ -9,8 +9,6 @@ import pytest
 from tests.support.forked import Team, call_team
 from tests.workers import local_faults
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_rank_may_lose_its_folder_in_every_layout(tmpfs: Path, world_size: int) -> None:

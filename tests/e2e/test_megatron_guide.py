@@ -11,7 +11,6 @@ from tests.support import warm
 from tests.support.cluster import Cluster
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(200),
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
 ]

@@ -21,6 +21,7 @@ from tests.workers.persisting_doors import Life
 
 _MEGATRON = importlib.util.find_spec("megatron") is not None
 _HAS_MEGATRON = pytest.mark.skipif(not _MEGATRON, reason="megatron-core is not installed")
+pytestmark = pytest.mark.slow(90)
 preload(persisting_doors.__name__)
 if _MEGATRON:
     preload("tests.support.megatron")  # it takes seconds to import

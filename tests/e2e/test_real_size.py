@@ -17,7 +17,7 @@ from tests.support.forked import Team
 from tests.support.tmpfs import mounted
 from tests.workers import real_size as worker
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow(100), pytest.mark.timeout(600)]
 
 REAL = {"FLASHPOINT_TEST_BLOCK_BYTES": str(16 << 20)}
 

@@ -47,7 +47,6 @@ def test_on_the_same_number_of_ranks_each_gets_its_own(tmpfs: Path) -> None:
     assert [each["told"] for each in after] == [[], []]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_what_ranks_have_of_their_own(tmpfs: Path, world_size: int) -> None:
     alike = {"epoch": [{"now": 7, "seen": {3, 5}}], "best": [float("inf")]}
@@ -117,7 +116,6 @@ def check_undecided(each: dict[str, Any], world_size: int) -> None:
     assert (each["touched"], each["stepped"], each["trains"], each["fell back"]) == (False, False, True, [])
 
 
-@pytest.mark.slow
 @pytest.mark.damages_on_purpose
 def test_an_older_version_of_this_number_of_ranks_is_not_taken_instead(tmpfs: Path) -> None:
     states = {"counter": [1, 2, 3]}
@@ -177,7 +175,6 @@ RANKS = (2, 3, 3, 1)
 UNTIL: list[int | None] = [2, 2, 1, None]
 
 
-@pytest.mark.slow
 def test_every_sample_is_given_once(tmpfs: Path) -> None:
     plain, by_workers, whole, padded, dropped = lives(
         tmpfs,
@@ -207,7 +204,6 @@ def test_every_sample_is_given_once(tmpfs: Path) -> None:
     assert set(times_given(dropped, 1).values()) == {1}
 
 
-@pytest.mark.slow
 def test_loaders_that_cannot_go_on_are_named(tmpfs: Path) -> None:
     on_ranks(
         tmpfs,
@@ -244,7 +240,6 @@ def test_loaders_that_cannot_go_on_are_named(tmpfs: Path) -> None:
 # ---- Lightning ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_lightnings_dictionary(tmpfs: Path) -> None:
     pytest.importorskip("lightning")
     on_ranks(

@@ -24,11 +24,9 @@ CASES = [
     "planners_take_turns",
     "others_are_not_staged",
     "a_rank_changes_its_structure",
-    "all_ranks_change_their_structure",
     "a_planner_fails_on_one_rank",
     "each_rank_for_itself",
     "a_step_saved_twice",
-    "everything_in_turn",
 ]
 ASYNCHRONOUS = ["changes_after_async_save", "without_waiting"]
 IN_A_PROCESS = ["planners_take_turns", "a_rank_changes_its_structure", "changes_after_async_save"]

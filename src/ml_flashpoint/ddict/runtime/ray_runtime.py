@@ -63,7 +63,7 @@ class RayNode(EmbeddedRuntime):
             warnings.simplefilter("ignore")  # Ray's own use of what it deprecates
             restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         try:
-            super().__init__()
+            super().__init__(detached=True)
             here = {
                 "configuration": {**configuration, "base": str(self.base)},
                 "host": own_host(),

@@ -31,7 +31,7 @@ from ml_flashpoint.ddict.errors import (
     DDictPersistError,
     DDictTimeoutError,
 )
-from ml_flashpoint.ddict.links import GRACE_S
+from ml_flashpoint.ddict.links import GRACE_S, Exchange
 from ml_flashpoint.ddict.manager.shard import BROADCAST, PERSISTENT
 from ml_flashpoint.ddict.native.ray import is_on_ray
 from ml_flashpoint.ddict.options import Configuration, Options, check_checkpoint_id, checked_timeout
@@ -39,6 +39,7 @@ from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime, Runtime
 from ml_flashpoint.ddict.runtime.folder import runtime_root
 from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.keys import Unreadable, encode_key
+from ml_flashpoint.ddict.wire.requests import Whose
 from ml_flashpoint.format.arguments import checked_integer, ignored
 from ml_flashpoint.format.errors import InvalidArgumentError
 
@@ -279,10 +280,11 @@ class DDict(MutableMapping[Any, Any]):
                 raise InvalidArgumentError("must be a number", argument=argument, value=number)
         deadline = self._begin()
         manager, encoded = self._access.located(key)
-        added = self._access.change(
-            manager, lambda whose, flags: asked.Add(whose, amount, default, flags), encoded, deadline=deadline
-        )
-        before: float = added["before"]
+
+        def add(exchange: Exchange, whose: Whose, flags: int) -> dict[str, Any]:
+            return exchange.request(asked.Add(whose, amount, default, flags), encoded).fields
+
+        before: float = self._access.change(manager, add, deadline)["before"]
         return before
 
     def wait_for(self, key: Any, value: Any | Callable[[Any], bool] = _MISSING, timeout: float | None = None) -> Any:
@@ -375,7 +377,9 @@ class DDict(MutableMapping[Any, Any]):
             self._batch.drop()
         deadline = self._access.deadline()
         for manager in self._access.managers:
-            self._access.change(manager, lambda whose, flags: asked.Clear(whose), deadline=deadline, again=True)
+            self._access.change(
+                manager, lambda exchange, whose, _: exchange.request(asked.Clear(whose)).fields, deadline, again=True
+            )
 
     def local_keys(self) -> list[Any]:
         """Return the keys that managers on this node have."""

@@ -183,27 +183,17 @@ class Handle:
             raise DDictReadOnlyError("the dictionary was made with read_only=True")
 
     def change(
-        self, manager: int, make: Callable[[Whose, int], Request], *blobs: bytes, again: bool = False, deadline: float
-    ) -> dict[str, Any]:
-        """Have one manager change a key, or all of its keys; and all others, where `bput` wrote the key. ``make``:
-        makes the request, given whose it is, and flags. ``again``: it may be made twice, where nobody knows whether it
-        was done."""
-        return self._change(
-            manager,
-            lambda exchange, whose, flags: exchange.request(make(whose, flags), *blobs).fields,
-            deadline,
-            again=again,
-        )
-
-    def _change(
         self,
         manager: int,
         request: Callable[[Exchange, Whose, int], dict[str, Any]],
         deadline: float,
         *,
-        again: bool,
+        again: bool = False,
         flags: int = 0,
     ) -> dict[str, Any]:
+        """Have one manager change a key, or all of its keys; and all others, where `bput` wrote the key. ``request``:
+        makes the change, given whose it is, and flags. ``again``: it may be made twice, where nobody knows whether it
+        was done."""
         answer = self._change_at(manager, request, deadline, again=again, flags=flags)
         for other in self.others(manager, answer):
             with contextlib.suppress(DDictKeyError):
@@ -291,7 +281,7 @@ class Handle:
             return self._put_large(exchange, key, encoded, told)
 
         again = expected < 0  # a conditional write that was done would fail the second time
-        return bool(self._change(manager, put, deadline, again=again, flags=flags)["ok"])
+        return bool(self.change(manager, put, deadline, again=again, flags=flags)["ok"])
 
     def _put_large(self, exchange: Exchange, key: bytes, encoded: values.Encoded, told: asked.Put) -> dict[str, Any]:
         reserved = exchange.request(asked.Allocate(told.whose, values.object_size(encoded)), key).fields
@@ -310,10 +300,11 @@ class Handle:
     def delete(self, manager: int, key: bytes, expected: int, deadline: float) -> dict[str, Any]:
         """Delete a key, if its entry has this number; -1: in any case. ``ok`` in the answer: it was."""
 
-        def make(whose: Whose, flags: int) -> asked.Delete:
-            return asked.Delete(whose, flags, -1 if flags & BROADCAST else expected)  # others have other numbers
+        def request(exchange: Exchange, whose: Whose, flags: int) -> dict[str, Any]:
+            its = -1 if flags & BROADCAST else expected  # others have other numbers
+            return exchange.request(asked.Delete(whose, flags, its), key).fields
 
-        return self.change(manager, make, key, deadline=deadline)
+        return self.change(manager, request, deadline)
 
     # ---- many keys ----------------------------------------------------------------------------------------
 
@@ -583,9 +574,11 @@ class Batch:
 
     def _put(self, manager: int, items: list[tuple[bytes, bytes]], deadline: float, flags: int = 0) -> list[Any]:
         blobs = [part for item in items for part in item]
-        answer = self._access.change(
-            manager, lambda whose, its: asked.PutMany(whose, its | flags), *blobs, again=True, deadline=deadline
-        )
+
+        def request(exchange: Exchange, whose: Whose, flags: int) -> dict[str, Any]:
+            return exchange.request(asked.PutMany(whose, flags), *blobs).fields
+
+        answer = self._access.change(manager, request, deadline, again=True, flags=flags)
         outcomes: list[Any] = answer["outcomes"]
         for error, _, _ in outcomes:
             if error is not None:

@@ -269,12 +269,8 @@ class DDict(MutableMapping[Any, Any]):
 
     def fetch_add(self, key: Any, amount: float = 1, default: float = 0) -> float:
         """Add to a number, and return what it was before, ``default`` if there was none. The manager does it, so that
-        no addition of another handle is lost.
-
-        Raises:
-            DDictError: the value is no number.
-            DDictManagerLostError: the manager died, perhaps after it had added.
-        """
+        no addition of another handle is lost. Raises `DDictError` if the value is no number, and
+        `DDictManagerLostError` if the manager died, perhaps after it had added."""
         for argument, number in (("amount", amount), ("default", default)):
             if isinstance(number, bool) or not isinstance(number, (int, float)):
                 raise InvalidArgumentError("must be a number", argument=argument, value=number)
@@ -288,14 +284,8 @@ class DDict(MutableMapping[Any, Any]):
         return before
 
     def wait_for(self, key: Any, value: Any | Callable[[Any], bool] = _MISSING, timeout: float | None = None) -> Any:
-        """Wait until a key has a value, and return it.
-
-        Args:
-            value: what it must be equal to, or a function that says whether it will do; nothing: anything.
-            timeout: seconds; None: the dictionary's.
-
-        Raises:
-            DDictTimeoutError: it did not come in time.
+        """Wait until a key has a value, and return it. ``value``: what it must be equal to, or a function that says
+        whether it will do; nothing: anything. ``timeout``: seconds; None: the dictionary's. Raises `DDictTimeoutError`.
         """
         manager, encoded = self._access.located(key)
         # 0: only if it is there.
@@ -591,12 +581,7 @@ class DDict(MutableMapping[Any, Any]):
     @classmethod
     def attach(cls, serialized: str, *, timeout: float | None = None) -> DDict:
         """Return a handle from what `serialize` returned. ``timeout``: of its calls, in seconds; None: the
-        dictionary's.
-
-        Raises:
-            InvalidArgumentError: it is something else.
-            DDictManagerLostError: the dictionary is not there.
-        """
+        dictionary's. Raises `InvalidArgumentError` for another text."""
         try:
             configuration, checkpoint_id, epoch, only = json.loads(base64.urlsafe_b64decode(serialized.encode()))
             for number in (checkpoint_id, epoch):
@@ -623,13 +608,8 @@ class DDict(MutableMapping[Any, Any]):
 
     def destroy(self) -> None:
         """End the dictionary, for all handles, after what can be committed is, and persisted if there is a persister.
-
-        Only the process that made it can. Idempotent.
-
-        Raises:
-            DDictError: this is another process.
-            DDictPersistError: the last checkpoint could not be persisted; the dictionary has ended all the same.
-        """
+        Only the process that made it can. Idempotent. Raises `DDictPersistError` if the last checkpoint could not be
+        persisted; the dictionary has ended all the same."""
         if self._access.closed:
             return
         if not self._is_creator:

@@ -143,12 +143,7 @@ class ProcessGroup:
         self._is_init = self._is_started = False
 
     def add_process(self, nproc: int, template: ProcessTemplate) -> None:
-        """Add so many members, which run ``template``.
-
-        Raises:
-            InvalidArgumentError: `nproc` is no positive number, or `template` none.
-            DDictError: the group was started.
-        """
+        """Add so many members, which run ``template``. Raise `DDictError` if the group was started."""
         checked_integer("nproc", nproc, 1)
         if not isinstance(template, ProcessTemplate):
             raise InvalidArgumentError("must be a ProcessTemplate", argument="template", value=template)
@@ -158,12 +153,8 @@ class ProcessGroup:
         self._members += [_Member(number, template) for number in numbers]
 
     def init(self) -> None:
-        """Make ready to start, so that `start` is fast: the fork server imports what members need.
-
-        Raises:
-            InvalidArgumentError: the group has no members.
-            DDictError: it was started.
-        """
+        """Make ready to start, so that `start` is fast: the fork server imports what members need. Raise `DDictError`
+        if the group was started."""
         self._check_not_started()
         if not self._members:
             raise InvalidArgumentError("has no processes", argument="ProcessGroup", value=self)
@@ -172,11 +163,8 @@ class ProcessGroup:
             _fork_server()
 
     def start(self) -> None:
-        """Start all members. `init` is called if it was not.
-
-        Raises:
-            InvalidArgumentError: on Ray, a policy names a node that is not there; none runs then.
-            DDictError: the group was started before, or a process cannot be started; none runs then.
+        """Start all members. `init` is called if it was not. Raise `InvalidArgumentError` if a policy names a node that
+        is not there, and `DDictError` if the group was started before, or a process cannot be started: none runs then.
         """
         if not self._is_init:
             self.init()
@@ -317,16 +305,9 @@ os.register_at_fork(after_in_child=_started.clear)
 
 
 class System:
-    """The machines that the program runs on.
-
-    Attributes:
-        nodes: the machines; the first is the one that the program was started on.
-        nnodes: their number.
-        primary_node: the machine that the program was started on.
-
-    Raises:
-        InvalidArgumentError: an environment variable has no meaning.
-    """
+    """The machines that the program runs on: ``nodes``, of which the first, ``primary_node``, is the one that it was
+    started on, and their number, ``nnodes``. Raises `InvalidArgumentError` for an environment variable without a
+    meaning."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = all_nodes(look_for_gpus=True)
@@ -358,9 +339,6 @@ class RankInfo:
         world_size: number of ranks.
         master_addr: where rank 0 can be reached.
         master_port: port there.
-
-    Raises:
-        DDictError: this process was told nothing.
     """
 
     def __init__(self) -> None:
@@ -395,9 +373,6 @@ class CollectiveGroup(ProcessGroup):
         training_kwargs: its keyword arguments.
         policies: one for each rank.
         port: MASTER_PORT; by default one that is free.
-
-    Raises:
-        InvalidArgumentError: there are no policies, or `training_fn` cannot be called.
     """
 
     def __init__(
@@ -416,12 +391,8 @@ class CollectiveGroup(ProcessGroup):
         self._port = port
 
     def init(self) -> None:
-        """Make ready to start: who runs where, and the port, are settled now.
-
-        Raises:
-            InvalidArgumentError: a policy names a node that is not there.
-            DDictError: it was called before.
-        """
+        """Make ready to start: who runs where, and the port, are settled now. Raise `InvalidArgumentError` if a policy
+        names a node that is not there, and `DDictError` if this was called before."""
         if self._is_init:
             raise DDictError("the group was made ready before")
         for template in _templates(self._work, self._policies, self._port):

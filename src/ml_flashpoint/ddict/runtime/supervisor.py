@@ -167,21 +167,22 @@ def _serve(manager: _Manager, supervisor: Connection, parent: int) -> None:
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # in its threads, too
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)  # it ended before it could be said
-        from ml_flashpoint.ddict.manager.manager import Manager  # the creator, which imports this module, needs none
-
-        config = {**manager.config, "incarnation": secrets.token_hex(8), "restarted": manager.restarted}
-        with contextlib.closing(Manager(config)):
-            supervisor.send(READY)
-            signal.sigwait([signal.SIGTERM])
-        code = 0
+        if os.getppid() == parent:  # else it ended before it could be said
+            with contextlib.closing(_made(manager)):
+                supervisor.send(READY)
+                signal.sigwait([signal.SIGTERM])
+            code = 0
     except BaseException as error:
         print(f"manager {manager.number} of a dictionary failed:", file=sys.stderr)
         traceback.print_exc()
-        with contextlib.suppress(OSError):
-            supervisor.send(REQUESTS.describe(error))
-    for stream in (sys.stdout, sys.stderr):
+        supervisor.send(REQUESTS.describe(error))
+    finally:
         with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)
+            sys.stderr.flush()
+        os._exit(code)  # whatever happened: this is a copy of the supervisor
+
+
+def _made(manager: _Manager) -> Any:
+    from ml_flashpoint.ddict.manager.manager import Manager  # the creator, which imports this module, needs none
+
+    return Manager({**manager.config, "incarnation": secrets.token_hex(8), "restarted": manager.restarted})

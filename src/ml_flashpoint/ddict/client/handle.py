@@ -321,19 +321,15 @@ class Handle:
 
     def count(self, managers: Iterable[int], deadline: float) -> int:
         """Return the number of keys of these managers."""
-
-        def ask() -> int:
-            return sum(int(self._ask_keys(each, deadline, count=True).fields["n"]) for each in managers)
-
-        return self.in_one_epoch(ask, deadline)
+        counts = self.in_one_epoch(
+            lambda: [int(self._ask_keys(each, deadline, count=True).fields["n"]) for each in managers], deadline
+        )
+        return sum(counts)
 
     def items(self, managers: Iterable[int], deadline: float) -> list[tuple[Any, Any]]:
         """Keys and values of these managers, all of one epoch."""
-
-        def ask() -> list[tuple[Any, Any]]:
-            return [item for some in self._items(self._keys(managers, deadline), lambda: deadline) for item in some]
-
-        return self.in_one_epoch(ask, deadline)
+        parts = self.in_one_epoch(lambda: list(self._items(self._keys(managers, deadline), lambda: deadline)), deadline)
+        return list(itertools.chain.from_iterable(parts))
 
     def each_item(self, managers: Iterable[int]) -> Iterator[tuple[Any, Any]]:
         """The same, some hundred at a time. Raise `DDictError` if another epoch has begun meanwhile."""

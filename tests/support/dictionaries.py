@@ -124,17 +124,11 @@ def await_copies(dictionary: DDict, checkpoint_id: int) -> None:
         return
     base, nodes = Path(dictionary._configuration.base), dictionary._configuration.options.nodes
     assert dictionary._coordinator is not None
-    cut = dictionary._coordinator.rules.cut_of(checkpoint_id)
+    rules = dictionary._coordinator.rules
 
     def has_copy(of: int) -> bool:
-        version = base / f"node-{nodes[(of + 1) % len(nodes)]}" / f"step-{cut}_ckpt"
-        return any(map(_is_snapshot, version.glob(f"rank-{of:05d}-*.manifest")))  # snapshots come last
+        part = next(part for part in rules.sealed_by(of) if part.checkpoint_id == checkpoint_id)
+        version = base / f"node-{nodes[(of + 1) % len(nodes)]}" / f"step-{part.step}_ckpt"
+        return (version / f"rank-{of:05d}-{part.run:08d}.manifest").exists()
 
     await_that(lambda: all(has_copy(manager) for manager in range(len(nodes))))
-
-
-def _is_snapshot(manifest: Path) -> bool:
-    try:
-        return b'{"format"' in manifest.with_suffix(".safetensors").read_bytes()[: 1 << 12]
-    except FileNotFoundError:
-        return False

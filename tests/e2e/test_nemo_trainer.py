@@ -11,7 +11,10 @@ from tests.support import warm
 from tests.support.cases import RUN_TIMEOUT_S, CaseRuns
 from tests.support.cluster import Cluster
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("nemo") is None, reason="NeMo is not installed")
+pytestmark = [
+    pytest.mark.slow(60),
+    pytest.mark.skipif(importlib.util.find_spec("nemo") is None, reason="NeMo is not installed"),
+]
 
 CASES = [
     "sync",

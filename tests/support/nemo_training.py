@@ -146,7 +146,14 @@ class KillAt(Callback):  # type: ignore[misc]
             wait_until(lambda: not persister.is_busy, "it is idle")
 
 
-def train(name: str, folder: Path, *, ours: bool, kill_at: int = -1, persist: str | None = None) -> dict[str, Any]:
+def train(
+    name: str,
+    folder: Path,
+    *,
+    ours: bool,
+    kill_at: int = -1,
+    persist: str | None = None,
+) -> dict[str, Any]:
     """Train, and tell what came of it."""
     kind = KINDS[name]
     data, tokenizer = Data(), ByteLevelTokenizer(vocab_size=256)
@@ -173,8 +180,10 @@ def train(name: str, folder: Path, *, ours: bool, kill_at: int = -1, persist: st
     callbacks: list[Callback] = [tally, KillAt(kill_at)]
     if ours:
         # In front, from where it has to move behind the others.
-        skip = kind.long_term_every
-        callbacks.insert(0, MLFlashpointCheckpointCallback(base_path(), kind.every, skip_every_n_steps=skip))
+        callbacks.insert(
+            0,
+            MLFlashpointCheckpointCallback(base_path(), kind.every, skip_every_n_steps=kind.long_term_every),
+        )
     trainer = nl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.tensors import assert_same
 
@@ -79,20 +78,25 @@ class Model(torch.nn.Module):
 
 
 class Training:
-    """A model and its optimizer, sharded in one of these ways: `fsdp`, `hsdp`, `fsdp+tp`."""
+    """A model and its optimizer, sharded in one of these ways: `ddp`, `fsdp`, `hsdp`, `tp`, `fsdp+tp`."""
 
     def __init__(self, kind: str, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.model: Any = Model()
         world = dist.get_world_size()
-        if kind == "fsdp":
+        if kind == "ddp":
+            self.model = torch.nn.parallel.DistributedDataParallel(self.model)
+        elif kind == "fsdp":
             self._shard(init_device_mesh("cpu", (world,)))
         elif kind == "hsdp":
             self._shard(init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+        elif kind in ("tp", "fsdp+tp"):
+            mesh = init_device_mesh("cpu", (world // 2, 2) if kind != "tp" else (1, world), mesh_dim_names=("dp", "tp"))
+            _parallelize(self.model, mesh["tp"])
+            if kind != "tp":
+                self._shard(mesh["dp"])
         else:
-            mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-            parallelize_module(self.model, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
-            self._shard(mesh["dp"])
+            raise ValueError(kind)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
 
     def _shard(self, mesh: DeviceMesh) -> None:
@@ -117,6 +121,12 @@ class Training:
     def whole(self) -> dict[str, Any]:
         """Everything as plain tensors, on every rank. Collective."""
         return gathered(self.state())
+
+
+def _parallelize(model: Model, mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    parallelize_module(model, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
 
 
 def gathered(value: Any) -> Any:

@@ -5,9 +5,9 @@ Arguments: names of cases, as `name` or `name:mode`; see CASES.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
+from ml_flashpoint.format.object_format import ParsedHeader, parse_header
 from tests.support.cases import go_through
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
 from tests.support.planners import CastingPlanner, FailingPlanner, RenamingPlanner, caching_planner
@@ -40,6 +41,16 @@ def case(function: Callable[[Door, str], None]) -> Callable[[Door, str], None]:
 
 def _mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (world_size(),))
+
+
+def _header(door: Door, step: int) -> ParsedHeader:
+    """What this rank's object of a version says, on disk."""
+    data = door.object_path(step, rank()).read_bytes()
+    return parse_header(data, len(data))
+
+
+def _tensor_bytes(door: Door, step: int) -> int:
+    return sum(entry.nbytes for entry in _header(door, step).layout.tensors)
 
 
 def _total(value: int) -> int:
@@ -60,32 +71,27 @@ def sharded(door: Door, mode: str) -> None:
         assert_same(door.load(blank(full_state(0)), step), full_state(step))
 
 
-def _tensor_bytes(door: Door, step: int) -> int:
-    return sum(entry.nbytes for entry in door.header(step, rank()).layout.tensors)
-
-
-def _train(door: Door, mode: str, kind: str) -> None:
-    training = Training(kind)
-    for step in (1, 2, 3):
-        training.step(step)
-        door.save_by(mode, training.state() | {"step": step}, step)
-        expected = training.whole()
-        other = Training(kind, seed=9)
+@case
+def trained(door: Door, mode: str) -> None:
+    """Replicated, and sharded in every way that this many ranks allow: what is loaded goes on as what was saved."""
+    for kind in ("ddp", "fsdp", "hsdp", "tp", *(["fsdp+tp"] if world_size() == 4 else [])):
+        of_kind = Door(door.base / kind)
+        training, other = Training(kind), Training(kind, seed=9)
         other.step(99)
-        state = other.state() | {"step": 0}
-        door.load(state, step)
-        other.load(state)
-        assert state["step"] == step
-        check(other.whole(), expected)
-    training.step(4)
-    other.step(4)
-    check(other.whole(), training.whole())
-
-
-CASES |= {
-    "hsdp": functools.partial(_train, kind="hsdp"),
-    "fsdp_and_tensor_parallel": functools.partial(_train, kind="fsdp+tp"),
-}
+        for step in (1, 2, 3):
+            training.step(step)
+            of_kind.save_by(mode, training.state() | {"step": step}, step)
+            expected = training.whole()
+            state = other.state() | {"step": 0}
+            of_kind.load(state, step)
+            other.load(state)
+            assert state["step"] == step
+            check(other.whole(), expected)
+        training.step(4)
+        other.step(4)
+        check(other.whole(), training.whole())
+        dist.barrier()
+        of_kind.close()
 
 
 @case
@@ -168,15 +174,15 @@ def others_are_not_staged(door: Door, mode: str) -> None:
     for step in range(1, 6):
         door.save_by(mode, state(step), step)
         assert_same(door.load(blank(state(0)), step), state(step))
-        header = door.header(step, rank())
+        header = _header(door, step)
         used[step] = header.layout.size - header.layout.data_start
         door.settle()  # what a saving process says is heard a moment after its answer
         assert _total(_tensor_bytes(door, step)) == whole, "a tensor was written by no rank or by several"
-    gaps = sum(end - begin for begin, end in door.header(5, rank()).layout.gaps)
+    gaps = sum(end - begin for begin, end in _header(door, 5).layout.gaps)
     assert gaps < 1024, gaps
     assert max(used.values()) < 1.1 * whole / world_size() + 65536, used
-    assert min(door.slot_bytes(rank())) < 1.1 * whole / world_size() + 65536, door.slot_bytes(rank())
     assert len(door.slot_bytes(rank())) <= 4
+    assert min(door.slot_bytes(rank())) < 1.1 * whole / world_size() + 65536, door.slot_bytes(rank())
 
 
 @case
@@ -209,7 +215,7 @@ def a_rank_changes_its_structure(door: Door, mode: str) -> None:
         dist.barrier()
     assert not any(later - earlier == 1 for earlier, later in itertools.pairwise(failed)), failed
     assert not failed or mode != "sync"
-    assert len(failed) <= 6, failed
+    assert len(failed) <= 4, failed
     assert _total(len(failed)) == len(failed) * world_size()
 
 
@@ -220,15 +226,19 @@ def a_rank_changes_its_structure(door: Door, mode: str) -> None:
 def a_planner_fails_on_one_rank(door: Door, mode: str) -> None:
     step = 0
     for method in ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data"):
-        for where in {0} if method == "create_global_plan" else {0, world_size() - 1}:
+        for where in range(world_size()):
+            if method == "create_global_plan" and where != 0:
+                continue
             step += 1
             planner = FailingPlanner(method, ranks=(where,), rank=rank())
             with pytest.raises(CheckpointException, match=f"the planner fails in {method}"):
                 door.save_by(mode, sharded_state(step, _mesh()), step, planner=planner)
+            began = time.monotonic()
             step += 1
             door.save_by(mode, sharded_state(step, _mesh()), step)
             check(door.load(blank(sharded_state(0, _mesh())), step), full_state(step))
-            door.settle()  # a save that failed holds no later one up
+            door.settle()
+            assert time.monotonic() - began < 20, "a save that failed holds the later ones up"
     assert len(door.slot_bytes(rank())) <= 4, door.slot_bytes(rank())
 
 
@@ -258,6 +268,27 @@ def a_step_saved_twice(door: Door, mode: str) -> None:
 
 
 @case
+def without_waiting(door: Door, mode: str) -> None:
+    """As the tutorial does: the next save is started although the last one may be under way."""
+    mesh = _mesh()
+    # Not the group on which states are made meanwhile: their collectives would meet those of the saving thread.
+    options = {**checkpointer(mode), "process_group": dist.new_group()}
+    futures = []
+    for step in range(1, 9):
+        state = sharded_state(step, mesh)
+        futures.append(door.async_save(state, step, **options))
+        state["plain"]["weight"].zero_()
+        state["sharded"]["rows"].to_local().zero_()
+    for future in futures:
+        future.result(RESULT_TIMEOUT_S)
+    check(door.load(blank(sharded_state(0, mesh)), 8), full_state(8))
+    state = sharded_state(10, mesh)
+    door.async_save(sharded_state(9, mesh), 9, **options)
+    door.save(state, 10)
+    check(door.load(blank(sharded_state(0, mesh)), 10), full_state(10))
+
+
+@case
 def changes_after_async_save(door: Door, mode: str) -> None:
     mesh = _mesh()
     for step in (1, 2, 3, 4):
@@ -272,58 +303,26 @@ def changes_after_async_save(door: Door, mode: str) -> None:
         check(door.load(blank(sharded_state(0, mesh)), step), full_state(step))
 
 
-@case
-def everything_in_turn(door: Door, mode: str) -> None:
-    """All ways of saving through one writer."""
-    mesh = _mesh()
-    for step in range(1, 10):
-        way = ("sync", "thread", "process")[(step + (0 if mode == "sync" else 1)) % 3]
-        door.save_by(way, sharded_state(step, mesh), step, planner=caching_planner(step > 5))
-        check(door.load(blank(sharded_state(0, mesh)), step), full_state(step))
-
-
 # -- other world sizes -------------------------------------------------------------------------------------------
 
 
 def save_for_others(root: Path) -> None:
-    """Saves what `load_from_others` loads, and leaves it."""
-    door = Door(root / "sharded")
+    """Save what `load_from_others` loads, and leave it."""
+    door = Door(root)
     for step in (1, 2):
         door.save(sharded_state(step, _mesh()), step)
-    door.settle()
-    dist.barrier()
-    door.close()
-    door = Door(root / "trained")
-    training = Training("fsdp")
-    training.step(1)
-    door.save(training.state(), 1)
-    if rank() == 0:
-        torch.save(training.whole(), root.parent.parent / "expected.pt")
-    else:
-        training.whole()
     door.settle()
     dist.barrier()
     door.close()
 
 
 def load_from_others(root: Path) -> None:
-    door = Door(root / "sharded")
+    door = Door(root)
     mesh = _mesh()
     check(door.load(blank(sharded_state(0, mesh)), 2), full_state(2))
     assert_same(door.load(blank(full_state(0)), 2), full_state(2))
     door.save(sharded_state(3, mesh), 3)
     assert_same(door.load(blank(full_state(0)), 3), full_state(3))
-    door.close()
-    door = Door(root / "trained")
-    expected = torch.load(root.parent.parent / "expected.pt")
-    training = Training("fsdp", seed=9)
-    training.step(99)
-    state = training.state()
-    door.load(state, 1)
-    training.load(state)
-    check(training.whole(), expected)
-    whole = {"model": blank(expected["model"])}
-    assert_same(door.load(whole, 1), {"model": expected["model"]})
     door.close()
 
 

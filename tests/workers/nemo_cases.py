@@ -84,7 +84,8 @@ def sync(base: Path) -> None:
 
 
 def asynchronous(base: Path) -> None:
-    trainer = trainer_of(base)
+    """With overlap, too, which on the CPU changes nothing."""
+    trainer = trainer_of(base, overlap=True)
     resume = wrap(trainer, str(base), async_save=True)
     io = trainer.strategy.checkpoint_io
     assert isinstance(io, AsyncFinalizableCheckpointIO)
@@ -151,15 +152,7 @@ def failing(base: Path) -> None:
         assert (io.save_strategy.last_error is not None) == (step == 2)
         settle(trainer)
         assert resume.get_trainer_ckpt_path() == version(base, 1 if step == 2 else step)
-    # Lightning gives callbacks copies of their states; of this tensor there is none.
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    state = state_of(4) | {"callbacks": {"Mine": {"kept": [nested]}}}
-    trainer.strategy.checkpoint_io.save_checkpoint(state, str(version(base, 4)))
-    trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
-    assert "'callbacks.Mine.kept.0' is a nested tensor" in str(io.save_strategy.last_error)
-    save(trainer, version(base, 5), 5)
-    settle(trainer)  # rank 1 reads the metadata in its copy of rank 0's part
-    check_load(trainer, version(base, 5), 5)
+    check_load(trainer, version(base, 3), 3)
     finish(trainer)
 
 
@@ -185,7 +178,21 @@ def auto_resume(base: Path) -> None:
     assert resume.get_context_path() == folder / "model--last" / "context", "ours was saved without"
     resume.setup(trainer)
     assert trainer.ckpt_path == version(base, 4)
+    # Another base container, though its path begins like this one's, has nothing to do with it.
+    io = flashpoint_io_of(trainer)
+    assert io is not None
+    assert io.engine.holds(version(base, 4))
+    for other in (
+        f"{base}-2/step-4_ckpt",
+        f"{base}/sub/step-4_ckpt",
+        base,
+        f"{base}/model--last",
+        "s3://b/step-4_ckpt",
+    ):
+        assert not io.engine.holds(other), other
     # A node that is replaced gets everything back, common state included.
+    assert io.engine.wait(60)
+    dist.barrier()
     finish(trainer)
     if rank() == 1:
         shutil.rmtree(base)
@@ -373,31 +380,11 @@ def refusals(base: Path) -> None:
         trainer.callbacks[0].on_train_start(trainer, None)
 
 
-CASES = {
-    each.__name__: each
-    for each in (
-        sync,
-        asynchronous,
-        both_asynchronous,
-        failing,
-        callback,
-        auto_resume,
-        ending,
-        forgetting_to_ask,
-        context,
-        wrapping_twice,
-        the_page,
-        disabled,
-        refusals,
-    )
-}
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     without_cuda()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     parallel_state.initialize_model_parallel()
-    go_through(sys.argv[1:], lambda name: CASES[name](base_path() / name))
+    go_through(sys.argv[1:], lambda name: globals()[name](base_path() / name))
     leave()

@@ -21,6 +21,7 @@ from ml_flashpoint.adapter.pytorch.seed import (
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.format.object_format import ParsedHeader, parse_header
+from tests.support.tensors import assert_same, blank
 
 try:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -97,6 +98,11 @@ class Door:
         storage_reader = MemoryStorageReader(path=str(found), checkpoint_loader=self.loader, **(reader or {}))
         dcp.load(state, checkpoint_id=str(found), storage_reader=storage_reader, **options)
         return state
+
+    def round_trip(self, state: dict[str, Any], step: int, mode: str = "sync", **options: Any) -> None:
+        """Save, recover, and check that what is loaded is what was saved."""
+        self.save_by(mode, state, step, **options)
+        assert_same(self.load(blank(state), step), state)
 
     def settle(self) -> None:
         """Wait until what was saved is verified everywhere."""

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
+from ml_flashpoint.adapter.lightning import FlashpointCallback
 from tests.adapter.lightning.test_callback import Model, fit
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -125,24 +125,11 @@ class Unfreezing(LightningModule):
 def live(folder: Path, seed: int, crash_at: int | None = None) -> dict[str, Any]:
     """One life of a job; at its end, what is trained, how, and the parameters."""
     torch.manual_seed(seed)
-    model = Unfreezing(crash_at)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=folder,
-        callbacks=[
-            BackboneFinetuning(UNFROZEN_IN, lambda epoch: 1.5, backbone_initial_ratio_lr=0.1, train_bn=False),
-            FlashpointCallback(folder / "job", every_n_steps=1, strict=True),
-        ],
-        max_epochs=EPOCHS,
-    )
-    data = DataLoader(torch.ones(BATCHES, 2))
+    model, ours = Unfreezing(crash_at), FlashpointCallback(folder / "job", every_n_steps=1, strict=True)
+    unfreezes = BackboneFinetuning(UNFROZEN_IN, lambda epoch: 1.5, backbone_initial_ratio_lr=0.1, train_bn=False)
+    options = {"model": model, "batches": DataLoader(torch.ones(BATCHES, 2)), "max_steps": -1, "max_epochs": EPOCHS}
     try:
-        trainer.fit(model, data, ckpt_path=resume_path(trainer))
+        trainer = fit(folder, ours, callbacks=[unfreezes], **options)
     except Crash:
         return {}
     (optimizer,) = trainer.optimizers
@@ -154,7 +141,7 @@ def live(folder: Path, seed: int, crash_at: int | None = None) -> dict[str, Any]
     }
 
 
-@pytest.mark.parametrize("crash_at", [3, BATCHES + 2, 2 * BATCHES + 3])
+@pytest.mark.parametrize("crash_at", [3, 2 * BATCHES + 3])
 def test_a_crash_before_or_after_unfreezing_changes_nothing(tmpfs: Path, crash_at: int) -> None:
     undisturbed = live(tmpfs / "undisturbed", seed=1)
     assert [len(names) for names, _ in undisturbed["groups"]] == [2, 4]

@@ -118,17 +118,6 @@ def test_a_change_that_was_announced_is_none_of_the_version(door: Door, monkeypa
     assert_same_state(blank.parameters(), saved)
 
 
-def test_parameters_that_are_gathered_while_forward_runs_are_copied_at_once(
-    door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpt = _gpt("distributed-half")
-    _on_a_device(door, gpt, monkeypatch)
-    parameters = list(gpt.model.parameters())
-    assert door.writer._overlap.begin(parameters) is not None
-    gpt.model.ddp_config.overlap_param_gather = True
-    assert door.writer._overlap.begin(parameters) is None
-
-
 def test_a_rank_with_nothing_to_train_has_nothing_to_watch(door: Door) -> None:
     class Stub:
         optimizer = None
@@ -140,18 +129,18 @@ def test_a_rank_with_nothing_to_train_has_nothing_to_watch(door: Door) -> None:
         door.save_strategy.watch(torch.nn.Linear(1, 1))
 
 
-def test_so_are_torch_optimizers_and_by_a_local_manager(
-    door: Door, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_copied_late(door: Door, tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not parameters that are gathered while forward runs. Torch's optimizers are watched, too, and by any manager."""
     gpt = _gpt("distributed-half")
     _on_a_device(door, gpt, monkeypatch, watched=False)
-    inner = torch.optim.SGD(gpt.model.parameters(), lr=1.0)
-    door.save_strategy.watch(inner)
     parameters = list(gpt.model.parameters())
+    door.save_strategy.watch(torch.optim.SGD(gpt.model.parameters(), lr=1.0))
     late = door.writer._overlap.begin(parameters)
     assert late is not None
     assert late.numbers == set(range(len(parameters)))
     manager = LocalCheckpointManager(tmpfs, "local")
     watch_optimizers(manager, gpt.optimizer)
     assert manager._overlap.begin(parameters) is not None
+    gpt.model.ddp_config.overlap_param_gather = True
+    assert manager._overlap.begin(parameters) is None
     manager.close()

@@ -345,29 +345,6 @@ def test_types_of_the_users_own(make_door: Callable[..., Door], tmp_path: Path) 
     assert state["config"].width == 3  # type: ignore[union-attr]
 
 
-def test_where_the_newest_goes_meanwhile_a_newer_one_is_taken(door: Door, tmp_path: Path) -> None:
-    def state(step: int) -> dict[str, torch.Tensor]:
-        return {f"w{number}": torch.full((4000,), float(step)) for number in range(8)}
-
-    door.save(state(1), 1)
-    steps = iter((2, 3))
-
-    def save_more(done: int, total: int) -> None:
-        for step in steps:
-            door.save(state(step), step)
-            door.settle()
-            for path in door.base.glob(f"step-{step - 1}_ckpt/*"):
-                path.unlink()
-
-    with pytest.raises(PrunedError):
-        export_version(door.base, tmp_path / "out", 1, progress=save_more)
-    assert not os.listdir(tmp_path)
-    steps = iter((4, 5))
-    made = export_version(door.base, tmp_path / "out", progress=save_more)
-    assert made.step == 5
-    _check(made, "dcp", state(5))
-
-
 @pytest.mark.damages_on_purpose
 def test_nothing_is_left_of_what_went_is_damaged_or_cannot_be_written(
     door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

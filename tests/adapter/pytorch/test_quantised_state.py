@@ -110,19 +110,14 @@ class Holder:
         self._optimizer.load_state_dict(state["of"])
 
 
-def _by_names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    return {"model": model, "optimizer": optimizer}
+TRACKED: list[Callable[[nn.Module, Optimizer], dict[str, Any]]] = [
+    lambda model, optimizer: {"model": model, "optimizer": optimizer},
+    lambda model, optimizer: {"optimizer": optimizer},
+    lambda model, optimizer: {"model": model, "holder": Holder(optimizer)},
+]
 
 
-def _whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    return {"optimizer": optimizer}
-
-
-def _held(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    return {"model": model, "holder": Holder(optimizer)}
-
-
-@pytest.mark.parametrize("tracked", [_by_names, _whole, _held])
+@pytest.mark.parametrize("tracked", TRACKED, ids=["by names", "whole", "held"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_facade_saves_what_it_is_at_the_step(
     tmpfs: Path, process_group: None, tracked: Callable[..., dict[str, Any]], sharded: bool

@@ -101,8 +101,7 @@ def test_states_of_generators(door: Door, mode: str) -> None:
 def test_states_without_any_bytes_of_tensors(door: Door, mode: str) -> None:
     states: list[dict[str, Any]] = [{}, {"a": {}}, {"step": 3}, {"none": torch.empty(0)}]
     for step, state in enumerate(states, 1):
-        door.save_by(mode, state, step)
-        assert_same(door.load(blank(state), step), state)
+        door.round_trip(state, step, mode)
 
 
 def test_tied_tensors_are_stored_once_and_loaded_as_both(door: Door, mode: str) -> None:
@@ -185,8 +184,7 @@ def test_a_meta_tensor_is_refused_by_name_and_the_next_save_works(door: Door, mo
         door.save_by(mode, state, 1)
     assert door.latest() is None
     good = {"good": torch.ones(3)}
-    door.save_by(mode, good, 2)
-    assert_same(door.load(blank(good), 2), good)
+    door.round_trip(good, 2, mode)
 
 
 def test_objects_open_with_safetensors_while_in_memory(door: Door, mode: str) -> None:

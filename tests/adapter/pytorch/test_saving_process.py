@@ -16,7 +16,6 @@ import pytest
 import safetensors
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
@@ -138,22 +137,13 @@ def test_any_number_of_items(door: Door) -> None:
         assert bytes(saved.get_tensor("last").tolist()) == b"one"
 
 
-@pytest.mark.parametrize("planner", [CastingPlanner, ResolvingPlanner])
-def test_a_planner_that_casts(door: Door, planner: type[DefaultSavePlanner]) -> None:
-    for step in (1, 2, 3):
-        _save_by_process(door, _state(step), step, planner())
-        loaded = door.load(blank(_state(step)), step)
-        for name in ("a", "b"):
-            assert torch.equal(loaded[name], _state(step)[name].bfloat16().float())
-        assert (loaded["note"], loaded["scalar"].item()) == ({"step": step}, step)
-
-
-def test_a_planner_that_writes_to_what_was_staged(door: Door) -> None:
-    """It changes nothing that the trainer has, whose digests are of what was staged."""
-    for step in (1, 2, 3):
-        state = {"a": torch.full((5000,), float(step)), "b": torch.full((3,), float(step))}
-        _save_by_process(door, state, step, InPlacePlanner())
-        assert_same(door.load(blank(state), step), {name: -tensor for name, tensor in state.items()})
+def test_planners_that_change_what_was_staged(door: Door) -> None:
+    """They change nothing that the trainer has, whose digests are of what was staged."""
+    for step, planner in enumerate((CastingPlanner(), ResolvingPlanner(), InPlacePlanner()), 1):
+        state = {"a": torch.rand(5000), "b": torch.rand(3)}
+        _save_by_process(door, state, step, planner)
+        for name, found in door.load(blank(state), step).items():
+            assert torch.equal(found, -state[name] if step == 3 else state[name].bfloat16().float())
 
 
 def test_what_cannot_be_staged_is_told_where_ranks_can_tell_each_other(door: Door) -> None:
@@ -173,9 +163,8 @@ def test_a_save_whose_process_is_killed_is_lost_at_once(door: Door, stop: str) -
         child.kill()
         assert "its process is gone" in _failed(save)
     assert door.latest() == 1
-    for step in (3, 4, 5):
-        _save_by_process(door, _state(step), step)
-        assert_same(door.load(blank(_state(step)), step), _state(step))
+    _save_by_process(door, _state(3), 3)
+    assert_same(door.load(blank(_state(3)), 3), _state(3))
 
 
 def test_a_save_whose_process_is_killed_before_it_comes_is_given_up_once_dcp_drops_it(door: Door) -> None:
@@ -249,15 +238,12 @@ def test_staged_tensors_whose_slot_is_gone_fail_their_save_and_not_the_saving_pr
     assert "has no data" in str(call(_save, request))
 
 
-def test_nobody_without_the_secret_gets_in(door: Door) -> None:
-    """And there is no file of the socket."""
+def test_requests_that_no_save_makes_are_refused(door: Door) -> None:
     _save_by_process(door, _state(1), 1)
     _, save = _staged(door, 2)
     saves = door.writer.__getstate__()[0]
     address, secret = saves._address, saves._secret
-    assert address.startswith("\0")
-    with pytest.raises(FlashpointError, match="secret"):
-        Connection(("unix", address), b"another secret of 16", WIRE, connect_timeout_s=RESULT_TIMEOUT_S)
+    assert address.startswith("\0"), "there is a file of the socket"
     version = door.version(2)
     key = _kept[-1].staged.key
     with Connection(("unix", address), secret, WIRE, connect_timeout_s=RESULT_TIMEOUT_S) as connection:

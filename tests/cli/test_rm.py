@@ -94,16 +94,6 @@ def test_a_job_whose_only_version_was_removed_everywhere_begins_anew(tmpfs: Path
     assert call_team(faults.load_as, tmpfs, 2, "next") == [None, None]
 
 
-def test_a_version_that_was_removed_on_one_node_and_was_nowhere_else_is_not_forgotten(tmpfs: Path) -> None:
-    call_team(faults.save_as, tmpfs, 2, "none", [1])
-    assert flashpoint("rm", f"{tmpfs / 'node-0' / 'job'}@1", "--yes") == 0
-    for said in call_team(faults.load_as, tmpfs, 2, "none"):
-        assert said.startswith("NothingLoadableError"), said
-        assert "step-1_ckpt (the parts of ranks 0 of 2" in said
-    assert flashpoint("rm", f"{tmpfs / 'node-1' / 'job'}@1", "--yes") == 0
-    assert call_team(faults.load_as, tmpfs, 2, "none") == [None, None]
-
-
 def test_a_save_that_was_cut_short_is_removed_before_a_job_begins_anew(tmpfs: Path) -> None:
     """Nobody can tell on one node whether it was complete, so it is not taken for nothing: the error names it."""
     call_team(faults.save_as, tmpfs, 2, "none", [1])

@@ -18,11 +18,6 @@ def test_every_rank_may_lose_its_folder_in_every_layout(tmpfs: Path, world_size:
     assert call_team(local_faults.every_loss, tmpfs, world_size) == [losses] * world_size
 
 
-@pytest.mark.damages_on_purpose
-def test_damage_is_noticed(tmpfs: Path) -> None:
-    assert call_team(local_faults.damage, tmpfs, 2) == [["copy used", "older used"]] * 2
-
-
 def test_a_failing_rank_fails_the_save_on_all(tmpfs: Path) -> None:
     errors = call_team(local_faults.one_rank_fails, tmpfs, 2)
     for rank in (0, 1):

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,25 +174,6 @@ def test_a_transfer_is_broken_off_when_cancelled() -> None:
             fetch(peer, record, into, cancelled=soon)
 
 
-def test_closing_in_another_thread_breaks_a_request_off() -> None:
-    reached = threading.Event()
-
-    def silent(channel: Channel) -> None:
-        channel.receive(request=True)
-        reached.set()
-
-    with impostor(as_server(silent)) as address, ThreadPoolExecutor(1) as thread:
-        peer = PeerConnection(address, SECRET, deadline_s=60)
-        waiting = thread.submit(peer.ping)
-        assert reached.wait(SLACK_S)
-        with ends_within(SLACK_S):
-            peer.close()
-            with pytest.raises(ConnectionLostError):
-                waiting.result()
-            with pytest.raises(ConnectionLostError, match="was closed"):
-                peer.ping()
-
-
 # --- Processes that die -------------------------------------------------------------------------------------
 
 
@@ -275,6 +255,8 @@ def test_closing_breaks_transfers_off_and_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     store = MemoryStore()
     with serving(store, deadline_s=60) as service, raw(("tcp", *service.address)):
+        with pytest.raises(ReplicationError, match="cannot listen"):
+            TransferService(SECRET, MemoryStore(), host="127.0.0.1", port=service.address[1])
         channel = channel_to(service)
         assert begin_push(channel, manifest_of(record_of(pattern(4 * BLOCK)))).fields == {"held": False}
         with ends_within(SLACK_S):
@@ -282,11 +264,6 @@ def test_closing_breaks_transfers_off_and_leaves_no_thread() -> None:
     channel.close()
     assert store.aborted == [VERSION]
     assert set(threading.enumerate()) <= before
-
-
-def test_an_address_that_cannot_be_listened_on_is_reported() -> None:
-    with serving() as service, pytest.raises(ReplicationError, match="cannot listen"):
-        TransferService(SECRET, MemoryStore(), host="127.0.0.1", port=service.address[1])
 
 
 def test_a_process_exits_cleanly_in_the_middle_of_transfers() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import itertools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -328,21 +326,3 @@ def test_what_loops_do_at_every_step_leaves_the_plan_as_it_is(name: str) -> None
     for _ in range(3):
         CHANGES[name](job)
         assert checked.save()
-
-
-def _deep_copies(width: int) -> int:
-    model = nn.ParameterList(torch.zeros(1) for _ in range(width))
-    tracked = TrackedState(0, 1)
-    tracked.add("model", model)
-    tracked.add("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
-    made: list[object] = []
-    sys.setprofile(lambda frame, event, _: made.append(event) if frame.f_code is copy.deepcopy.__code__ else None)
-    try:
-        tracked.to_save()
-    finally:
-        sys.setprofile(None)
-    return len(made)
-
-
-def test_a_save_copies_an_optimizers_options_and_not_the_names_of_its_parameters() -> None:
-    assert 0 < _deep_copies(2) == _deep_copies(200)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import unittest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from ml_flashpoint.local import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
     LocalCheckpointManager,
-    NoReplicasAvailableError,
     ReplicationStrategy,
     parse_group_sequence,
 )
@@ -121,57 +119,6 @@ def every_loss(report: Any, rank: int) -> int:
         expect(manager, 3)
         manager.close()
     return losses
-
-
-def damage(report: Any, rank: int) -> list[str]:
-    """A bit flips, or a part is cut short: the copy is used. Without copies, the older iteration is."""
-    copied = LocalCheckpointManager(base(), "copied", LazyCliqueReplicationStrategy(1, 2))
-    copied.save(BasicTensorAwareStateDict(state_of(rank, 4)), 4)
-    copied.close()
-    dist.barrier()
-    spoil(base() / "copied/step-4_ckpt", rank, cut=rank == 1)
-    dist.barrier()
-    copied = LocalCheckpointManager(base(), "copied", LazyCliqueReplicationStrategy(1, 2))
-    expect(copied, 4)
-    copied.close()
-
-    alone = LocalCheckpointManager(base(), "alone")
-    alone.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
-    alone.save(BasicTensorAwareStateDict(state_of(rank, 2)), 2)
-    alone.close()
-    dist.barrier()
-    if rank == 0:
-        spoil(base() / "alone/step-2_ckpt", rank, cut=False)
-    dist.barrier()
-    alone = LocalCheckpointManager(base(), "alone")
-    expect(alone, 1)
-    alone.close()
-    dist.barrier()
-    if rank == 1:
-        shutil.rmtree(base() / "alone")
-    dist.barrier()
-    alone = LocalCheckpointManager(base(), "alone")
-    with unittest.TestCase().assertLogs("ml_flashpoint.local.local_manager", "ERROR") as said:
-        assert alone.find_latest() == -1
-    assert "the parts of ranks 1 of 2 are on no node of this job" in said.output[0]
-    kind, _ = raised(alone.load)
-    assert kind == NoReplicasAvailableError.__name__
-    alone.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
-    expect(alone, 1)
-    alone.close()
-    return ["copy used", "older used"]
-
-
-def spoil(version: Path, rank: int, *, cut: bool) -> None:
-    (path,) = version.glob(f"rank-{rank:05d}-*.safetensors")
-    with open(path, "r+b") as file:
-        if cut:
-            file.truncate(path.stat().st_size // 2)
-        else:
-            file.seek(path.stat().st_size // 3)
-            byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 4]))
 
 
 def one_rank_fails(report: Any, rank: int) -> dict[str, Any]:

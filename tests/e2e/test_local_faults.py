@@ -86,12 +86,5 @@ def test_ranks_that_moved_find_their_parts_and_other_world_sizes_are_refused(tmp
     call_team(local_faults.load_one, tmpfs, 3, 5)
 
 
-def test_a_job_of_fewer_ranks_does_not_start_over_what_they_all_have(tmpfs: Path) -> None:
-    """There the parts of the others are on no node of the job: not because they were lost."""
-    call_team(local_faults.save_without_copies, tmpfs, 2)
-    (kind,) = call_team(local_faults.refuse_where_parts_of_other_ranks_are_missing, tmpfs, 1)
-    assert kind == "NoReplicasAvailableError"
-
-
 def test_dtensors_are_copied_and_come_back(tmpfs: Path) -> None:
     call_team(local_faults.dtensors, tmpfs, 2)

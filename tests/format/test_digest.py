@@ -163,14 +163,3 @@ class TestProcesses:
             print(*digest.digest_blocks(b"abc" * 2, block_size=3))
         """
         assert run(script) == ["78af5f94892f3950"] * 4
-
-    def test_works_where_no_thread_can_be_started(self) -> None:
-        script = """
-            import resource, threading
-            from ml_flashpoint.format.digest import digest_blocks
-            threading.stack_size(2**40)  # more than there is address space to spare
-            resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
-            print(*digest_blocks(b"abc" * 2, block_size=3))
-            assert threading.active_count() == 1
-        """
-        assert run(script) == ["78af5f94892f3950"] * 2

@@ -201,18 +201,6 @@ class TestLayoutFromEntries:
         header = encode_header(layout, layout.size + 10)
         assert parse_header(header, layout.size + 10).layout == layout
 
-    @pytest.mark.parametrize(
-        ("entries", "data_start"),
-        [
-            ([Entry("a", "int32", (1,), 4098, 4102)], 4096),
-            ([Entry("a", "int8", (4,), 4096, 4100), Entry("a", "int8", (4,), 4100, 4104)], 4096),
-            ([Entry("a", "uint8", (2**63 - 1,), 4096, 4095 + 2**63)], 4096),
-        ],
-    )
-    def test_refuses(self, entries: list[Entry], data_start: int) -> None:
-        with pytest.raises(InvalidArgumentError):
-            layout_from_entries(entries, data_start)
-
 
 class TestHeader:
     def test_is_readable_by_eye(self) -> None:
@@ -454,18 +442,14 @@ class TestDistrust:
             ({"dtypes": {"a": "int8 4"}}, {"a": described("I8")}),
             ({"dtypes": {"a": "int8"}}, {"a": described()}),
             ({"dtypes": {"a": "int16 4"}}, {"a": described()}),
-            ({"dtypes": {"a": "int8 -4"}}, {"a": described()}),
-            ({"dtypes": {"a": "int8 \u0664"}}, {"a": described()}),
             ({"dtypes": {"a": "int8 " + "1," * 2000 + "4"}}, {"a": described()}),
             ({"dtypes": {"a": "int8 " + "0" * 5000 + "4"}}, {"a": described()}),
             ({"dtypes": {"a": "qint8 4"}}, {"a": described()}),
             ({"dtypes": {"a": "load 4"}}, {"a": described()}),
             ({"dtypes": {"a": "complex32 1"}, "bytes": ["a"]}, {"a": described()}),
             ({"aliases": {"\ud800": "a"}}, {"a": described()}),
-            ({"aliases": {"a": "a"}}, {"a": described()}),
             ({"aliases": {"b": "__flashpoint__.tail"}}, {"__flashpoint__.tail": described()}),
             ({"aliases": {"b": "c", "c": "a"}}, {"a": described()}),
-            ({"aliases": {"__metadata__": "a"}}, {"a": described()}),
             ({"aliases": {"__flashpoint__.x": "a"}}, {"a": described()}),
             ({"bytes": ["__flashpoint__.tail"]}, {"__flashpoint__.tail": described()}),
             ({}, {"__flashpoint__.more": described()}),

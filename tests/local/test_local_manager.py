@@ -25,7 +25,6 @@ from ml_flashpoint.local import (
     NoReplicasAvailableError,
     StaleIterationError,
 )
-from tests.support.forked import Child
 
 
 def state(value: float = 1.0) -> BasicTensorAwareStateDict:
@@ -247,29 +246,6 @@ def test_a_failure_in_the_background_is_told_when_it_is_finalized(manager: Local
 
 
 # ---- logs and leftovers -----------------------------------------------------------------------------------
-
-
-def _save_and_hang(report: Any, root: Path) -> None:
-    manager = LocalCheckpointManager(root)
-    manager.save(state(1), 1)
-    iteration = 2
-    while True:
-        manager.save(state(iteration), iteration, is_async=True)
-        report("saving")
-        iteration += 1
-
-
-def test_what_a_crash_left_is_cleaned_at_the_next_start(tmpfs: Path) -> None:
-    with Child(_save_and_hang, tmpfs / "job") as child:
-        for _ in range(20):
-            child.next_report("saving")
-        child.kill()
-    with contextlib.closing(LocalCheckpointManager(tmpfs / "job")) as manager:
-        found = manager.find_latest()
-        assert found >= 1
-        assert value_of(manager.load()) == found
-        manager.save(state(found + 1), found + 1)
-        assert value_of(manager.load()) == found + 1
 
 
 @pytest.mark.cuda

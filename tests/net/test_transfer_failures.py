@@ -24,11 +24,10 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.net import channel as channels
 from ml_flashpoint.net import handshake
 from ml_flashpoint.net.channel import Channel, ConnectionLostError, TransferCancelledError
-from ml_flashpoint.net.transfers import TRANSFERS, BlockChecker, PeerConnection, TransferService
+from ml_flashpoint.net.transfers import TRANSFERS, PeerConnection, TransferService
 from tests.net.support import (
     BLOCK,
     LARGE,
-    NAME,
     PART,
     SECRET,
     SLACK_S,
@@ -175,34 +174,6 @@ def test_a_transfer_is_broken_off_when_cancelled() -> None:
 
 
 # --- Processes that die -------------------------------------------------------------------------------------
-
-
-def test_a_server_killed_midway_is_replaced_by_another_one() -> None:
-    data = mmap.mmap(-1, LARGE)
-    record = record_of(data, block_size=1 << 20)
-    into = bytearray(b"\xff") * LARGE
-    asked = 0
-
-    def kill_it() -> bool:
-        nonlocal asked
-        asked += 1
-        if asked == 8:
-            dying.kill()
-        return False
-
-    with (
-        Child(serve_transfers, "127.0.0.1", 10.0) as dying,
-        serving(MemoryStore({PART: data})) as alive,
-        memoryview(into) as view,
-        BlockChecker(record, view, NAME) as blocks,
-    ):
-        (_, address) = dying.next_report("address")
-        with PeerConnection(address, SECRET) as peer, pytest.raises(ConnectionLostError):
-            peer.fetch(PART, blocks, cancelled=kill_it)
-        assert sum(map(len, blocks.missing())) <= (LARGE >> 20) - 4, "the server was killed after some blocks"
-        with connection_to(alive) as peer:
-            peer.fetch(PART, blocks)
-    assert into == data[:]
 
 
 def test_a_pusher_killed_midway_leaves_no_part_behind() -> None:

@@ -63,18 +63,13 @@ def test_a_plan_is_used_again_only_where_dcp_would_make_the_same(one: dict[str, 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda state: state.update(b=torch.ones(3, 1)),
         lambda state: state.update(b=torch.ones(3, dtype=torch.float64)),
         lambda state: state.update(b=torch.ones(3).to_sparse()),
-        lambda state: state.update(b=3.0),
         lambda state: state.update(b=torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)),
-        lambda state: state.update(c=1),
-        lambda state: state.pop("b"),
         lambda state: state.update(b=state.pop("b"), a=state.pop("a")),
-        lambda state: state["a"].update(n=torch.ones(1)),
         lambda state: state.update(b=torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
     ],
-    ids=["shape", "dtype", "layout", "kind", "quantized", "more", "less", "order", "longer", "nested"],
+    ids=["dtype", "layout", "quantized", "order", "nested"],
 )
 def test_another_structure_is_noticed(change: Any) -> None:
     def state() -> dict[str, Any]:

@@ -209,19 +209,6 @@ def load_one(report: Any, rank: int, iteration: int) -> None:
     manager.close()
 
 
-def save_without_copies(report: Any, rank: int) -> None:
-    manager = LocalCheckpointManager(base(), "bare")
-    manager.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
-    manager.close()
-
-
-def refuse_where_parts_of_other_ranks_are_missing(report: Any, rank: int) -> str:
-    manager = LocalCheckpointManager(base(), "bare")
-    kind, _ = raised(manager.find_latest)
-    manager.close()
-    return kind
-
-
 def refuse_other_world_size(report: Any, rank: int) -> list[tuple[str, str]]:
     manager = LocalCheckpointManager(base(), "moved")
     errors = [raised(manager.find_latest), raised(manager.load)]

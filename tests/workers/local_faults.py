@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import unittest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from ml_flashpoint.local import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
     LocalCheckpointManager,
+    NoReplicasAvailableError,
     ReplicationStrategy,
     parse_group_sequence,
 )
@@ -121,6 +123,47 @@ def every_loss(report: Any, rank: int) -> int:
     return losses
 
 
+def damage(report: Any, rank: int) -> None:
+    """A bit flips, or a part is cut short: the copy is used. Without copies, a lost part is named, on all ranks."""
+    copied = LocalCheckpointManager(base(), "copied", LazyCliqueReplicationStrategy(1, 2))
+    copied.save(BasicTensorAwareStateDict(state_of(rank, 4)), 4)
+    copied.close()
+    dist.barrier()
+    spoil(base() / "copied/step-4_ckpt", rank, cut=rank == 1)
+    dist.barrier()
+    copied = LocalCheckpointManager(base(), "copied", LazyCliqueReplicationStrategy(1, 2))
+    expect(copied, 4)
+    copied.close()
+    alone = LocalCheckpointManager(base(), "alone")
+    alone.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
+    alone.close()
+    dist.barrier()
+    if rank == 1:
+        shutil.rmtree(base() / "alone")
+    dist.barrier()
+    alone = LocalCheckpointManager(base(), "alone")
+    with unittest.TestCase().assertLogs("ml_flashpoint.local.local_manager", "ERROR") as said:
+        assert alone.find_latest() == -1
+    assert "the parts of ranks 1 of 2 are on no node of this job" in said.output[0]
+    kind, _ = raised(alone.load)
+    assert kind == NoReplicasAvailableError.__name__
+    alone.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
+    expect(alone, 1)
+    alone.close()
+
+
+def spoil(version: Path, rank: int, *, cut: bool) -> None:
+    (path,) = version.glob(f"rank-{rank:05d}-*.safetensors")
+    with open(path, "r+b") as file:
+        if cut:
+            file.truncate(path.stat().st_size // 2)
+        else:
+            file.seek(path.stat().st_size // 3)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 4]))
+
+
 def one_rank_fails(report: Any, rank: int) -> dict[str, Any]:
     """Saves that one rank cannot do fail on all, and can be repeated at once."""
     manager = LocalCheckpointManager(base(), "fails", LazyCliqueReplicationStrategy(1, 2))
@@ -178,23 +221,6 @@ def rank_dies(report: Any, rank: int, mode: str) -> Any:
     os._exit(0)  # the process group cannot be left in order: its other rank is gone
 
 
-def replication_off_the_callers_thread(report: Any, rank: int) -> None:
-    """Rank 0 saves while its peer is stopped, and so cannot take a copy."""
-    manager = LocalCheckpointManager(base(), "copies", LazyCliqueReplicationStrategy(1, 2))
-    manager.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
-    queue = AsyncCallsQueue()
-    report("ready")
-    report.listen()  # rank 1 is stopped here
-    request = manager.save(BasicTensorAwareStateDict(state_of(rank, 2)), 2, is_async=True)
-    assert request is not None
-    queue.schedule_async_request(request)
-    report("returned", queue.get_num_unfinalized_calls())
-    report.listen()
-    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
-    expect(manager, 2)
-    manager.close()
-
-
 def save_one(report: Any, rank: int, iteration: int) -> None:
     manager = LocalCheckpointManager(base(), "moved", LazyCliqueReplicationStrategy(1, 2))
     manager.save(BasicTensorAwareStateDict(state_of(rank, iteration)), iteration)
@@ -207,6 +233,19 @@ def load_one(report: Any, rank: int, iteration: int) -> None:
     # What is fetched is written back, where this rank runs now.
     assert list((base() / f"moved/step-{iteration}_ckpt").glob(f"rank-{rank:05d}-*.manifest"))
     manager.close()
+
+
+def save_without_copies(report: Any, rank: int) -> None:
+    manager = LocalCheckpointManager(base(), "bare")
+    manager.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
+    manager.close()
+
+
+def refuse_where_parts_of_other_ranks_are_missing(report: Any, rank: int) -> str:
+    manager = LocalCheckpointManager(base(), "bare")
+    kind, _ = raised(manager.find_latest)
+    manager.close()
+    return kind
 
 
 def refuse_other_world_size(report: Any, rank: int) -> list[tuple[str, str]]:

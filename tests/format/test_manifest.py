@@ -258,7 +258,7 @@ class TestFiles:
 
     def test_a_writer_killed_at_any_point_leaves_a_whole_one(self, version: Path) -> None:
         write_manifest(version, MANIFEST)
-        for _ in range(5):
+        for _ in range(3):
             with Child(_write_for_ever, version) as writer:
                 writer.next_report("writing")
                 writer.kill()

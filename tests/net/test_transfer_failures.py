@@ -124,11 +124,11 @@ def test_a_peer_may_work_on_a_push_for_longer_the_larger_the_part() -> None:
     data = mmap.mmap(-1, 4 * LARGE)  # 4 s more
     store = MemoryStore()
     release = threading.Event()
-    store.on_begin = store.on_commit = lambda: release.wait(2.5) and None
-    with serving(store) as service, connection_to(service, deadline_s=2) as peer:
+    store.on_begin = store.on_commit = lambda: release.wait(1.5) and None
+    with serving(store) as service, connection_to(service, deadline_s=1) as peer:
         peer.push(manifest_of(record_of(data, block_size=16 << 20)), memoryview(data))
         store.on_begin = lambda: release.wait(60) and None
-        with ends_within(2.5 + SLACK_S), pytest.raises(DeadlineError):
+        with ends_within(1 + SLACK_S), pytest.raises(DeadlineError):
             push(peer, b"x")
         release.set()
     assert len(store.committed) == 1

@@ -309,7 +309,7 @@ def test_types_that_archives_name_must_be_of_their_kind() -> None:
 
 @pytest.mark.slow
 def test_forged_archives_are_refused_or_good() -> None:
-    call(fuzz, 150, 1)  # in a process of its own, which what it looks for would end
+    call(fuzz, 100, 1)  # in a process of its own, which what it looks for would end
 
 
 @pytest.mark.soak

@@ -20,7 +20,7 @@ from ml_flashpoint.local import (
     StaleIterationError,
 )
 from tests.support.forked import wait_until
-from tests.support.persisting import REFUSED, persisted_steps, refusal
+from tests.support.persisting import persisted_steps
 
 
 @contextlib.contextmanager
@@ -49,14 +49,6 @@ def damage(path: Path) -> None:
     data[len(data) // 4] ^= 1
     path.unlink()
     path.write_bytes(data)
-
-
-@pytest.mark.parametrize(("argument", "value"), REFUSED)
-def test_refuses_what_the_facade_refuses_in_its_words(tmpfs: Path, argument: str, value: Any) -> None:
-    options: dict[str, Any] = {"persist": "memory://any", argument: value}
-    with pytest.raises(InvalidArgumentError) as refused:
-        LocalCheckpointManager(tmpfs / "jobs", "job", **options)
-    assert str(refused.value) == refusal(argument, value)
 
 
 def test_an_older_iteration_is_gone_back_to(tmpfs: Path) -> None:

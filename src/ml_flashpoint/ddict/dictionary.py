@@ -247,12 +247,9 @@ class DDict(MutableMapping[Any, Any]):
     def popitem(self) -> tuple[Any, Any]:
         """Delete some key and return it with its value. Raise `DDictKeyError` if there is none."""
         deadline = self._begin()
-        while keys := list(self._access.keys(self._access.managers, deadline)):
-            for key in keys:
-                with contextlib.suppress(DDictKeyError):
-                    return key, self._pop(key, _MISSING, deadline)
-                if time.monotonic() >= deadline:
-                    raise DDictTimeoutError("other handles have popped every key before this one")
+        for key in self._access.keys(self._access.managers, deadline):
+            with contextlib.suppress(DDictKeyError):  # another handle was faster
+                return key, self._pop(key, _MISSING, deadline)
         raise DDictKeyError("the dictionary is empty", checkpoint_id=self.checkpoint_id)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:

@@ -164,8 +164,11 @@ class EmbeddedRuntime(Runtime):
                     served = bool(self.ready)
                     self._pids.clear()
                     self.ready.clear()
-                    if not (served or self.is_stopped or self.down):
-                        raise DDictError("the processes of managers cannot be made: what starts them ended at once")
+                    if self.is_stopped or self.down:
+                        return
+                if not served:
+                    raise DDictError("the processes of managers cannot be made: what starts them ended at once")
+                _log.warning("what starts the managers of %s ended, and is started again with them", self.base)
                 told = {**told, "restarted": True}
         except FlashpointError as error:
             with self._changed:

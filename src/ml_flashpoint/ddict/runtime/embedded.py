@@ -153,8 +153,9 @@ class EmbeddedRuntime(Runtime):
         try:
             while True:
                 with self._changed:
-                    if self.is_stopped or self.down:
+                    if self.is_stopped:
                         return
+                    self.down.clear()
                     self._control, process = self._spawn(told)
                 with contextlib.suppress(OSError, EOFError), self._control as control:
                     while True:
@@ -164,8 +165,8 @@ class EmbeddedRuntime(Runtime):
                     served = bool(self.ready)
                     self._pids.clear()
                     self.ready.clear()
-                    if self.is_stopped or self.down:
-                        return
+                if self.is_stopped:
+                    return
                 if not served:
                     raise DDictError("the processes of managers cannot be made: what starts them ended at once")
                 _log.warning("what starts the managers of %s ended, and is started again with them", self.base)

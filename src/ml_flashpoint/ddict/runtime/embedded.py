@@ -150,27 +150,25 @@ class EmbeddedRuntime(Runtime):
 
     def _supervise(self, told: Mapping[str, Any]) -> None:
         """Start what supervises the managers, hear of them, and start it again if it ends."""
+        served = True
         try:
             while True:
                 with self._changed:
                     if self.is_stopped:
                         return
+                    if not served:
+                        raise DDictError("the processes of managers cannot be made: what starts them ended at once")
+                    if self.ready:
+                        _log.warning("what starts the managers of %s ended, and is started again with them", self.base)
+                    self._pids.clear()
+                    self.ready.clear()
                     self.down.clear()
                     self._control, process = self._spawn(told)
                 with contextlib.suppress(OSError, EOFError), self._control as control:
                     while True:
                         self._hear(*control.recv())
                 process.wait()
-                with self._changed:
-                    served = bool(self.ready)
-                    self._pids.clear()
-                    self.ready.clear()
-                if self.is_stopped:
-                    return
-                if not served:
-                    raise DDictError("the processes of managers cannot be made: what starts them ended at once")
-                _log.warning("what starts the managers of %s ended, and is started again with them", self.base)
-                told = {**told, "restarted": True}
+                served, told = bool(self.ready), {**told, "restarted": True}
         except FlashpointError as error:
             with self._changed:
                 self.down[-1] = error

@@ -110,16 +110,12 @@ def own_node() -> str:
 
 
 class Exchange:
-    """Requests over one connection, all of which must be done by ``deadline``.
-
-    Attributes:
-        local: True if the manager is on this node, so that its memory can be mapped.
-        late: the newest cut that a write of this came late for; see `Written`.
-    """
+    """Requests over one connection, all of which must be done by ``deadline``."""
 
     def __init__(self, connection: Connection, deadline: float) -> None:
         self._connection, self._deadline = connection, deadline
-        self.local, self.late = connection.local, -1
+        self.local = connection.local  # the manager is on this node, so that its memory can be mapped
+        self.late = -1  # the newest cut that a write of this came late for; see `Written`
 
     @property
     def is_broken(self) -> bool:

@@ -71,10 +71,6 @@ class EmbeddedRuntime(Runtime):
     Making one makes the dictionary's folder, and removes those of dictionaries that nobody uses any more. When this
     process ends, in whatever way, the managers end too and the folder goes. ``detached``: see `supervisor.main`. Raises
     `DDictError`: the folder cannot be made.
-
-    Attributes:
-        ready: process id of each manager that serves.
-        down: why a manager has no process, and gets none any more.
     """
 
     def __init__(self, *, detached: bool = False) -> None:
@@ -82,8 +78,8 @@ class EmbeddedRuntime(Runtime):
         sweep(root)
         self._hold = make_folder(root)
         self.base = self._hold.folder
-        self.ready: dict[int, int] = {}
-        self.down: dict[int, FlashpointError] = {}
+        self.ready: dict[int, int] = {}  # process id of each manager that serves
+        self.down: dict[int, FlashpointError] = {}  # why a manager has no process, and gets none any more
         self._pids: dict[int, int] = {}
         self._detached = detached
         self._changed = threading.Condition()
@@ -92,17 +88,9 @@ class EmbeddedRuntime(Runtime):
         super().__init__()
 
     def start(self, configs: Sequence[Mapping[str, Any]], *, restarted: bool = False) -> None:
-        """Start a manager for each configuration, and wait until all are ready. To be called once.
-
-        Args:
-            configs: those of `Manager`, but for ``incarnation`` and ``restarted``, which they get later. They travel by
-                socket, so they may hold secrets.
-            restarted: True if there were managers before these, so that all count as started again.
-
-        Raises:
-            FlashpointError: a manager could not start; ``manager`` says which, the message why. All have ended then.
-            DDictTimeoutError: not all were ready in time. All have ended then.
-        """
+        """Start a manager for each configuration, and wait until all are ready. To be called once. ``configs``: those of
+        `Manager`, but for ``incarnation`` and ``restarted``; they may hold secrets. ``restarted``: there were managers
+        before these. Raises `FlashpointError` if a manager could not start, or not in time: all have ended then."""
         if self.is_stopped:
             raise DDictDestroyedError("the managers were stopped, or are those of the parent of this process")
         told = {"folder": str(self.base), "cwd": os.getcwd(), "environment": dict(os.environ), "restarted": restarted}

@@ -88,9 +88,11 @@ class EmbeddedRuntime(Runtime):
         super().__init__()
 
     def start(self, configs: Sequence[Mapping[str, Any]], *, restarted: bool = False) -> None:
-        """Start a manager for each configuration, and wait until all are ready. To be called once. ``configs``: those of
-        `Manager`, but for ``incarnation`` and ``restarted``; they may hold secrets. ``restarted``: there were managers
-        before these. Raises `FlashpointError` if a manager could not start, or not in time: all have ended then."""
+        """Start a manager for each configuration, and wait until all are ready. To be called once.
+
+        ``configs``: those of `Manager`, but for ``incarnation`` and ``restarted``; they may hold secrets.
+        ``restarted``: there were managers before these. Raises `FlashpointError` if a manager could not start, or not
+        in time: all have ended then."""
         if self.is_stopped:
             raise DDictDestroyedError("the managers were stopped, or are those of the parent of this process")
         told = {"folder": str(self.base), "cwd": os.getcwd(), "environment": dict(os.environ), "restarted": restarted}

@@ -29,7 +29,6 @@ MOST_DEATHS, DEATHS_WITHIN_S = 5, 10.0
 """A manager that dies more often than this, within so many seconds or before it serves, stays down."""
 START_TIMEOUT_S = 60.0
 
-_END_S = 30.0
 # The current directory, whatever lies there, is first on the path at first: what is imported then is built in.
 # Collections take a sixth of the time of all imports; `main` has them again.
 _PROGRAM = (
@@ -84,6 +83,7 @@ class EmbeddedRuntime(Runtime):
         self._detached = detached
         self._changed = threading.Condition()
         self._control: Connection | None = None  # of the supervisor
+        self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         super().__init__()
 
@@ -153,11 +153,11 @@ class EmbeddedRuntime(Runtime):
                     self._pids.clear()
                     self.ready.clear()
                     self.down.clear()
-                    self._control, process = self._spawn(told)
+                    self._control, self._process = self._spawn(told)
                 with contextlib.suppress(OSError, EOFError), self._control as control:
                     while True:
                         self._hear(*control.recv())
-                process.wait()
+                self._process.wait()
                 served, told = bool(self.ready), {**told, "restarted": True}
         except FlashpointError as error:
             with self._changed:
@@ -194,7 +194,10 @@ class EmbeddedRuntime(Runtime):
                     with contextlib.suppress(OSError):
                         self._control.send(timeout_s)
             if self._thread is not None and self._thread.ident is not None:
-                self._thread.join(timeout_s + _END_S)
+                self._thread.join(timeout_s + END_GRACE_S)
+                if self._thread.is_alive() and self._process is not None:
+                    self._process.kill()  # it is stopped, perhaps; managers end with it
+                    self._thread.join(END_GRACE_S)
         finally:
             self._hold.close()
             if not remove_unused(self.base):

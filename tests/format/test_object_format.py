@@ -490,6 +490,8 @@ class TestDistrust:
             parse_header(file, len(file))
         with pytest.raises(ObjectFormatError):
             header_length(file[:8], len(file))
+        with pytest.raises(ObjectFormatError):
+            header_length(struct.pack("<Q", max(length, MAX_HEADER_BYTES + 1)), 2**62)
 
     @pytest.mark.slow
     def test_deep_brackets_do_not_end_the_process(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
+from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.native import (
     BarrierBrokenError,
     CollectiveGroup,
@@ -64,14 +63,6 @@ def test_members_pass_a_barrier_together(tmp_path: Path) -> None:
         assert sorted(together) == list(range(4))
 
 
-def test_exit_codes_are_known_by_puid() -> None:
-    with group_of(1, ddict_members.exit_with, 3) as group:
-        (puid,) = puids_of(group)
-        with pytest.raises(ProcessFailedError) as caught:
-            group.join(timeout=DEADLINE_S)
-        assert (caught.value.puid, caught.value.exit_code) == (puid, 3)
-
-
 def test_a_member_that_fails_is_named_with_its_error_and_ends_the_others(tmp_path: Path) -> None:
     with barrier_of(3) as barrier, group_of(3, ddict_members.fail_if, "me", barrier, str(tmp_path)) as group:
         puids = puids_of(group)
@@ -121,21 +112,6 @@ def test_ranks_on_both_nodes_reduce_together(tmp_path: Path) -> None:
     assert [one["total"] for one in seen] == [10] * 4
     # Rank, local rank, ranks on the node, node, all ranks.
     assert [one["place"] for one in seen] == [[0, 0, 2, 0, 4], [1, 1, 2, 0, 4], [2, 0, 2, 1, 4], [3, 1, 2, 1, 4]]
-
-
-def test_one_who_gives_up_breaks_the_barrier_until_it_is_reset() -> None:
-    with barrier_of(2) as barrier:
-        copy = pickle.loads(pickle.dumps(barrier))
-        with pytest.raises(DDictTimeoutError, match="barrier"):
-            barrier.wait(timeout=0.2)
-        wait_until(lambda: copy.broken, "the abort to be heard")
-        with pytest.raises(BarrierBrokenError):
-            copy.wait(timeout=DEADLINE_S)
-        copy.reset()
-        assert not barrier.broken
-        barrier.close()
-        with pytest.raises(DDictDestroyedError):
-            copy.wait(timeout=DEADLINE_S)
 
 
 def test_a_waiting_member_that_its_group_ends_does_not_count(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ class Rules:
     def begins(self) -> dict[int, asked.Begin]:
         """Return what managers are told that are to begin the epoch."""
         base = self._beginnings[-1].base
-        keep, pinned, restored = self._keep(), tuple(self._pinned(base)), None
+        keep, pinned, restored = [its.cut for its in self._keep().values()], tuple(self._pinned(base)), None
         if self._restored is not None:
             _, restored, cut = self._restored
             keep = [cut]
@@ -166,13 +166,13 @@ class Rules:
         """All managers that can be reached now have begun an epoch; others must before anything is committed."""
         self.is_open = self.is_open or epoch == self.epoch
 
+    def _discard(self, whose: Whose, *, dead: bool) -> asked.Discard:
+        self._discard_number += 1
+        return asked.Discard(whose, self._discard_number, dead)
+
     def discards(self) -> list[asked.Discard]:
         """Return what managers are told to discard, and whatever of that is still on its way."""
-        told = []
-        for handle, to in self._discards.items():
-            self._discard_number += 1
-            told.append(asked.Discard(Whose(handle, to, self.epoch), self._discard_number, dead=True))
-        return told
+        return [self._discard(Whose(handle, to, self.epoch), dead=True) for handle, to in self._discards.items()]
 
     def discarded(self, told: asked.Discard) -> None:
         """All managers have discarded that."""
@@ -204,7 +204,7 @@ class Rules:
     def settle(self) -> asked.Settle:
         """Return what managers are told that may let go of something."""
         oldest, committed, cut = self._to_settle()
-        keep, pinned = self._keep(), self._pinned()
+        keep, pinned = [its.cut for its in self._keep().values()], self._pinned()
         # Before they are asked: nobody may go back to what one of them may have forgotten.
         self._oldest_told = oldest
         self._sealed = {
@@ -249,10 +249,10 @@ class Rules:
             return _NEVER_LATE
         return self._sealed[checkpoint_id].cut if checkpoint_id in self._sealed else 0
 
-    def _keep(self) -> list[int]:
-        """The cuts that can be gone back to."""
+    def _keep(self) -> dict[int, _Sealed]:
+        """The cuts that can be gone back to, by their checkpoints."""
         oldest = self.oldest()
-        return [its.cut for at, its in self._sealed.items() if at >= oldest or at == self.committed]
+        return {at: its for at, its in self._sealed.items() if at >= oldest or at == self.committed}
 
     def _pinned(self, base: int | None = None) -> list[int]:
         """The cuts that are yet to be persisted; those up to ``base``."""
@@ -323,8 +323,7 @@ class Rules:
     def sealed_by(self, manager: int) -> list[asked.SealedPart]:
         """Return the snapshots that a manager has of what is committed."""
         self.check_manager(manager)
-        keep = self._keep()
-        sealed = [(at, its) for at, its in self._sealed.items() if its.parts and its.cut in keep]
+        sealed = [(at, its) for at, its in self._keep().items() if its.parts]
         return [asked.SealedPart(*its.parts[manager], its.cut, at) for at, its in sealed]
 
     # ---- epochs -------------------------------------------------------------------------------------------
@@ -548,8 +547,7 @@ class Rules:
         if to < self.committed:
             self._take_back(to, handle)
         else:
-            self._discard_number += 1
-            told = asked.Discard(Whose(handle, to, epoch, generation), self._discard_number, dead=False)
+            told = self._discard(Whose(handle, to, epoch, generation), dead=False)
             # Also at `to` itself: what it writes there now must not be in it by halves.
             self._called_off = self._called_off or self.committing >= to
         if session:

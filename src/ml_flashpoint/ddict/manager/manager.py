@@ -487,24 +487,35 @@ class _Call:
         yet."""
         return self.manager.shard.find(key, checkpoint_id, written=self.manager.rules.wait_for_keys)
 
-    def is_as_expected(self, key: bytes, checkpoint_id: int, expected: int) -> bool:
-        """Return True if a key's entry has this number; 0: if there is none; -1: in any case."""
-        entry = None if expected < 0 else self.seen(key, checkpoint_id)
-        return expected < 0 or (0 if entry is None else entry.sequence) == expected
-
-
-def _others(found: Entry | None, flags: int) -> Fields:
-    """Return what tells a client to change a key at the other managers, too."""
-    return {"b": True} if found is not None and found.broadcast and not flags & (BROADCAST | DIRECT) else {}
+    def change(
+        self,
+        request: asked.Put | asked.Add | asked.Delete,
+        make: Callable[[Entry | None], Value | None],
+        expected: int = -1,
+    ) -> Fields:
+        """Write the value that ``make`` has for the entry that is there; None deletes that. Return what a client is
+        told, see `Put`. Under the lock."""
+        whose, flags = request.whose, request.flags
+        manager, key, at = self.manager, self.key, whose.checkpoint_id
+        late = manager.check_change(whose)
+        if expected >= 0:
+            seen = self.seen(key, at)
+            if (0 if seen is None else seen.sequence) != expected:
+                return {"ok": False, **late}
+        found = manager.shard.find(key, at)
+        value = make(found)
+        others = found is not None and found.broadcast and not flags & (BROADCAST | DIRECT)
+        if found is not None and not isinstance(request, asked.Put):
+            flags = found.flags
+        manager.put(Entry(key, at, sys.intern(whose.handle), value, flags | BROADCAST if others else flags))
+        return {"ok": True, **({"b": True} if others else {}), **late}
 
 
 # ---- what clients ask for -------------------------------------------------------------------------------------------
 
 
 def _put(call: _Call, request: asked.Put) -> Fields:
-    manager, key, blobs = call.manager, call.key, call.blobs
-    value_id, reserved = request.value_id, call.session.reserved
-    checkpoint_id, writer = request.whose.checkpoint_id, sys.intern(request.whose.handle)  # one text for all entries
+    manager, blobs, value_id, reserved = call.manager, call.blobs, request.value_id, call.session.reserved
     if value_id:
         if value_id not in reserved:
             raise ProtocolError(f"this connection has no reservation called {value_id!a}")
@@ -518,14 +529,8 @@ def _put(call: _Call, request: asked.Put) -> Fields:
             reserved.discard(value_id)
         else:
             value = InlineValue(blobs[1])
-            manager.make_room(value.nbytes, key, request.whose, call.deadline)
-        answer = manager.check_change(request.whose)
-        if not call.is_as_expected(key, checkpoint_id, request.expected):
-            return {"ok": False, **answer}
-        others = _others(manager.shard.find(key, checkpoint_id), request.flags)
-        flags = request.flags | BROADCAST if others else request.flags
-        manager.put(Entry(key, checkpoint_id, writer, value, flags))
-    return {"ok": True, **others, **answer}
+            manager.make_room(value.nbytes, call.key, request.whose, call.deadline)
+        return call.change(request, lambda found: value, request.expected)
 
 
 def _put_many(call: _Call, request: asked.PutMany) -> Result:
@@ -561,33 +566,29 @@ def _many(call: _Call, count: int, make: Callable[[_Call], Result]) -> Result:
 
 
 def _add(call: _Call, request: asked.Add) -> Fields:
-    manager, key, before = call.manager, call.key, request.default
-    checkpoint_id, writer = request.whose.checkpoint_id, request.whose.handle
-    with manager.changed:
-        manager.make_room(_NUMBER_BYTES, key, request.whose, call.deadline)
-        answer = manager.check_change(request.whose)
-        found = manager.shard.find(key, checkpoint_id)
+    before = request.default
+
+    def add(found: Entry | None) -> Value:
+        nonlocal before
         if found is not None:
             known = inline_number(found.value.data) if isinstance(found.value, InlineValue) else None
             if known is None:
-                raise DDictError("fetch_add needs a number, and the key has another value", manager=manager.number)
+                raise DDictError("fetch_add needs a number, and the key has another value", manager=call.manager.number)
             before = known
-        value = InlineValue(number_to_inline(before + request.amount))
-        manager.put(Entry(key, checkpoint_id, writer, value, found.flags if found else request.flags))
-    return {"before": before, **_others(found, request.flags), **answer}
+        return InlineValue(number_to_inline(before + request.amount))
+
+    with call.manager.changed:
+        call.manager.make_room(_NUMBER_BYTES, call.key, request.whose, call.deadline)
+        return {**call.change(request, add), "before": before}
 
 
 def _delete(call: _Call, request: asked.Delete) -> Fields:
-    manager, key, checkpoint_id = call.manager, call.key, request.whose.checkpoint_id
-    with manager.changed:
-        answer = manager.check_change(request.whose)
-        found = manager.shard.find(key, checkpoint_id)
+    def delete(found: Entry | None) -> None:
         if found is None:
-            raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
-        if not call.is_as_expected(key, checkpoint_id, request.expected):
-            return {"ok": False}
-        manager.put(Entry(key, checkpoint_id, request.whose.handle, None, found.flags))
-    return {"ok": True, **_others(found, request.flags), **answer}
+            raise DDictKeyError("no such key", checkpoint_id=request.whose.checkpoint_id)
+
+    with call.manager.changed:
+        return call.change(request, delete, request.expected)
 
 
 def _clear(call: _Call, request: asked.Clear) -> Fields:

@@ -1,4 +1,4 @@
-"""Real managers: nobody reads an older value without a word, and what is committed is made of whole steps."""
+"""Managers and writers that are lost: nobody reads an older value silently, and what is committed is whole steps."""
 
 from __future__ import annotations
 
@@ -6,54 +6,45 @@ import contextlib
 import copy
 import multiprocessing
 import os
+import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from ml_flashpoint.ddict import DDict, PosixCheckpointPersister, links
+from ml_flashpoint.ddict import DDict, DDictManagerLostError, PosixCheckpointPersister
+from ml_flashpoint.ddict.client.keepalive import Keepalive, Standing
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictError,
+    DDictFullError,
     DDictTimeoutError,
     DDictWritesLostError,
 )
-from ml_flashpoint.ddict.native import ProcessGroup, ProcessTemplate, this_process
+from ml_flashpoint.ddict.links import Links, locator
+from ml_flashpoint.ddict.options import COORDINATOR
 from ml_flashpoint.ddict.runtime import embedded
-from ml_flashpoint.net.client import Connection
-from tests.support.dictionaries import DEADLINE_S, await_that, kill_manager, pid_of, runtime_of, stopped
-
-pytestmark = pytest.mark.slow
+from ml_flashpoint.ddict.wire.requests import Join, Move, Request
+from ml_flashpoint.net.server import MAX_CONNECTIONS
+from tests.ddict.support import BIG, Make, key_of, keys_of_all
+from tests.support.dictionaries import DEADLINE_S, await_copies, await_that, kill_manager, pid_of, runtime_of, stopped
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., DDict]]:
-    made: list[DDict] = []
-
-    def make_one(nodes: int = 2, **options: Any) -> DDict:
-        given = {"working_set_size": 8, "replication": "ring", "timeout": DEADLINE_S, **options}
-        made.append(DDict(1, nodes, 64 << 20, **given))
-        return made[-1]
-
-    yield make_one
-    for each in made:
-        each.destroy()
+def make(make: Make) -> Make:
+    """Make dictionaries with copies on other nodes."""
+    options = {"working_set_size": 8, "replication": "ring"}
+    return lambda nodes=2, **named: make(1, nodes, 64 << 20, **{**options, **named})
 
 
-def key_of(dictionary: DDict, manager: int) -> str:
-    return next(key for key in map(str, range(100)) if dictionary.which_manager(key) == manager)
-
-
-def keys_of_all(dictionary: DDict) -> list[str]:
-    return [key_of(dictionary, manager) for manager in range(dictionary._configuration.managers)]
-
-
-def test_no_handle_reads_an_older_value_silently(make: Callable[..., DDict]) -> None:
+@pytest.mark.slow
+def test_no_handle_reads_an_older_value_silently(make: Make) -> None:
     d = make()
     key = key_of(d, 0)
     d[key] = 0
@@ -79,31 +70,6 @@ def test_no_handle_reads_an_older_value_silently(make: Callable[..., DDict]) -> 
     assert d.checkpoint_id == 4
 
 
-def test_after_a_loss_everyone_sees_one_cut(make: Callable[..., DDict]) -> None:
-    d = make(3)
-    keys, reader = keys_of_all(d), copy.copy(d)
-    for number in range(3):
-        d.update(dict.fromkeys(keys, number))
-        d.checkpoint()
-    assert d.wait_for_commit() == 2
-    d.update(dict.fromkeys(keys, "half a step"))
-    reader.checkpoint_id = 3
-    kill_manager(d, 1)
-    assert reader[keys[1]] == 2, "it has written nothing, so it is told nothing"
-
-    assert [reader[key] for key in keys] == [2, 2, 2], "what was written at managers that live stayed"
-    for _ in range(2):  # until it goes back
-        with pytest.raises(DDictWritesLostError) as raised:
-            d[keys[0]] = "the other half"
-        assert (raised.value.manager, raised.value.checkpoint_id) == (1, 2)
-    assert d.rollback(to=2) == 2
-    d.checkpoint()
-    d.update(dict.fromkeys(keys, 3))
-    d.checkpoint()
-    assert d.wait_for_commit() == 3
-    assert [d[key] for key in keys] == [3, 3, 3]
-
-
 def lose_a_manager_after(reader: DDict, d: DDict, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Have the last manager be lost when the first has answered with values that are not committed."""
     keys = keys_of_all(d)
@@ -126,9 +92,10 @@ def lose_a_manager_after(reader: DDict, d: DDict, monkeypatch: pytest.MonkeyPatc
     return keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look", [lambda d: dict(d.items()), lambda d: dict(zip(d, d.values(), strict=True))])
 def test_all_items_are_of_one_epoch(
-    make: Callable[..., DDict], monkeypatch: pytest.MonkeyPatch, look: Callable[[DDict], dict[str, str]]
+    make: Make, monkeypatch: pytest.MonkeyPatch, look: Callable[[DDict], dict[str, str]]
 ) -> None:
     d = make()
     reader = copy.copy(d)
@@ -136,7 +103,8 @@ def test_all_items_are_of_one_epoch(
     assert look(reader) == dict.fromkeys(keys, "whole")
 
 
-def test_a_filter_does_not_go_on_in_another_epoch(make: Callable[..., DDict], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_filter_does_not_go_on_in_another_epoch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     d = make()
     reader = copy.copy(d)
     keys = lose_a_manager_after(reader, d, monkeypatch)
@@ -148,7 +116,8 @@ def test_a_filter_does_not_go_on_in_another_epoch(make: Callable[..., DDict], mo
     assert dict(reader.filter(lambda key, value: True)) == dict.fromkeys(keys, "whole")
 
 
-def test_what_is_put_for_all_checkpoints_late_is_lost_with_a_word(make: Callable[..., DDict]) -> None:
+@pytest.mark.slow
+def test_what_is_put_for_all_checkpoints_late_is_lost_with_a_word(make: Make) -> None:
     d = make()
     keys = keys_of_all(d)
     d[keys[0]] = 0
@@ -165,50 +134,8 @@ def test_what_is_put_for_all_checkpoints_late_is_lost_with_a_word(make: Callable
     assert keys[1] not in other
 
 
-def test_what_was_committed_before_a_restore_is_not_lost_by_what_comes_after(
-    make: Callable[..., DDict], tmp_path: Path
-) -> None:
-    stored = {"persister_class": PosixCheckpointPersister, "persist_path": str(tmp_path), "persist_count": -1}
-    d = make(**stored)
-    key, other = key_of(d, 0), copy.copy(d)
-    for number in range(3):
-        d["mine"] = other["theirs"] = number
-        d.checkpoint()
-        other.checkpoint()
-        assert d.wait_for_commit() == number  # the other one does not hear of it
-        d.persist()
-    d.restore(0)
-    assert other.sync_to_newest_checkpoint() == 0
-    epoch = d._access.state()["epoch"]
-
-    kill_manager(d, 0)
-    await_that(lambda: d._access.state()["epoch"] > epoch)
-
-    assert other.get(key) is None
-    assert (other["theirs"], other.checkpoint()) == (0, 1)
-
-
-def test_late_writes_are_lost_with_the_rest(make: Callable[..., DDict]) -> None:
-    d = make()
-    keys = keys_of_all(d)
-    d.update(dict.fromkeys(keys, "committed"))
-    d.checkpoint()
-    assert d.sync_to_newest_checkpoint() == 0
-    d.update(dict.fromkeys(keys, "late"))
-    kill_manager(d, 1)
-
-    with pytest.raises(DDictWritesLostError) as raised:
-        d[keys[1]]
-    with pytest.raises(DDictWritesLostError):
-        d.checkpoint()
-
-    assert raised.value.checkpoint_id == 0
-    assert [d[key] for key in keys] == ["committed", "committed"]
-    assert d.sync_to_newest_checkpoint() == 0
-    assert d.checkpoint() == 1
-
-
-def test_a_writer_that_does_nothing_holds_up_nobody_after_a_loss(make: Callable[..., DDict]) -> None:
+@pytest.mark.slow
+def test_a_writer_that_does_nothing_holds_up_nobody_after_a_loss(make: Make) -> None:
     d = make()
     idle, keys = copy.copy(d), keys_of_all(d)
     for handle in (d, idle):
@@ -227,7 +154,8 @@ def test_a_writer_that_does_nothing_holds_up_nobody_after_a_loss(make: Callable[
     assert d.wait_for_commit() == 3
 
 
-def test_a_stuck_writer_holds_up_others_until_the_timeout_and_is_named(make: Callable[..., DDict]) -> None:
+@pytest.mark.slow
+def test_a_stuck_writer_holds_up_others_until_the_timeout_and_is_named(make: Make) -> None:
     d = make(working_set_size=2, timeout=2.0)
     stuck = copy.copy(d)
     d["a"] = stuck["b"] = 0
@@ -244,7 +172,8 @@ def test_a_stuck_writer_holds_up_others_until_the_timeout_and_is_named(make: Cal
     assert d.wait_for_commit() == 1
 
 
-def test_a_manager_that_does_not_answer_is_named_in_time(make: Callable[..., DDict]) -> None:
+@pytest.mark.slow
+def test_a_manager_that_does_not_answer_is_named_in_time(make: Make) -> None:
     d = make(timeout=2.0)
     d["a"] = 0
     with stopped(pid_of(d, 1)):
@@ -255,6 +184,7 @@ def test_a_manager_that_does_not_answer_is_named_in_time(make: Callable[..., DDi
     assert d.wait_for_commit(timeout=DEADLINE_S) == 0
 
 
+@pytest.mark.slow
 def test_a_manager_that_stays_down_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "MOST_DEATHS", 0)
     stored = {"persister_class": PosixCheckpointPersister, "persist_path": str(tmp_path), "persist_count": -1}
@@ -286,30 +216,7 @@ def test_a_manager_that_stays_down_is_named_with_the_way_out(tmp_path: Path, mon
         assert anew.values() == [1]
 
 
-def test_a_manager_that_is_stopped_for_a_while_is_waited_for(
-    make: Callable[..., DDict], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    d = make()
-    key, pid = key_of(d, 1), pid_of(d, 1)
-    d[key] = 1
-    tries = 0
-
-    class Tried(Connection):
-        def __init__(self, *args: Any, **named: Any) -> None:
-            nonlocal tries
-            tries += 1
-            if tries == 3:
-                os.kill(pid, signal.SIGCONT)
-            super().__init__(*args, **named)
-
-    monkeypatch.setattr(links, "Connection", Tried)
-    monkeypatch.setattr(links, "_CONNECT_S", 0.2)
-    d._access.client.links._drop_idle(1)
-    with stopped(pid):
-        assert d[key] == 1
-    assert tries >= 3
-
-
+@pytest.mark.slow
 def test_checkpoints_are_made_of_whole_steps_with_a_persister_too(tmp_path: Any) -> None:
     stored = {"persister_class": PosixCheckpointPersister, "persist_path": str(tmp_path), "timeout": 2.0}
     with DDict(1, 1, 64 << 20, **stored) as d:
@@ -331,11 +238,10 @@ def _write(dictionary: DDict, pipe: Pipe, how: str) -> None:
         raise SystemError("in the middle of a step")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["orderly", "killed", "failed"])
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_who_is_killed_loses_what_it_had_open_and_who_ends_does_not(
-    make: Callable[..., DDict], how: str, method: str
-) -> None:
+def test_who_is_killed_loses_what_it_had_open_and_who_ends_does_not(make: Make, how: str, method: str) -> None:
     d = make(working_set_size=2)
     context = multiprocessing.get_context(method)
     ours, theirs = context.Pipe(duplex=False)
@@ -368,8 +274,9 @@ def _write_late(dictionary: DDict, pipe: Any) -> None:
     signal.pause()
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_wrote_at_a_committed_checkpoint_is_there_or_its_loss_is_told(
-    make: Callable[..., DDict],
+    make: Make,
 ) -> None:
     d = make(working_set_size=2)
     d["key"] = 0
@@ -392,26 +299,13 @@ def test_what_a_killed_process_wrote_at_a_committed_checkpoint_is_there_or_its_l
         assert d["late"] == 1
 
 
-def test_a_first_step_that_was_not_finished_is_not_committed(make: Callable[..., DDict]) -> None:
-    d = make(working_set_size=2)
-    child = multiprocessing.get_context("fork").Process(target=_write_once, args=(d,))
-    child.start()
-    child.join(DEADLINE_S)
-    assert child.exitcode == -signal.SIGKILL
-    await_that(lambda: d._access.state()["writers"] == 0)
-    for _ in range(3):
-        d["mine"] = 1
-        d.checkpoint()
-    assert d.wait_for_commit() == 2
-    assert "key" not in d
-
-
 def _write_once(dictionary: DDict) -> None:
     dictionary["key"] = 1
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_who_goes_on_after_all_were_killed_sees_nothing_of_what_they_had_begun(make: Callable[..., DDict]) -> None:
+@pytest.mark.slow
+def test_who_goes_on_after_all_were_killed_sees_nothing_of_what_they_had_begun(make: Make) -> None:
     d = make()
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
@@ -428,7 +322,8 @@ def test_who_goes_on_after_all_were_killed_sees_nothing_of_what_they_had_begun(m
     assert "open" not in d
 
 
-def test_what_was_left_and_is_not_committed_for_one_who_was_killed_is_told(make: Callable[..., DDict]) -> None:
+@pytest.mark.slow
+def test_what_was_left_and_is_not_committed_for_one_who_was_killed_is_told(make: Make) -> None:
     d = make()
     leaves, context = copy.copy(d), multiprocessing.get_context("fork")
     leaves["left"] = 1
@@ -444,19 +339,171 @@ def test_what_was_left_and_is_not_committed_for_one_who_was_killed_is_told(make:
     assert (d.sync_to_newest_checkpoint(), d.items()) == (0, [])
 
 
-def _write_and_return(dictionary: DDict) -> None:
-    dictionary[f"result of {this_process.my_puid}"] = 1
+# ---- damage ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_members_of_a_group_write_counts_when_they_return(make: Callable[..., DDict]) -> None:
-    d = make()
-    with ProcessGroup() as group:
-        group.add_process(nproc=2, template=ProcessTemplate(target=_write_and_return, args=(d,)))
-        group.init()
-        group.start()
-        group.join()
-    await_that(lambda: d._access.state()["writers"] == 0)
-    assert d.values() == [1, 1]
-    d.checkpoint()
-    assert d.sync_to_newest_checkpoint() == 0
-    assert d.values() == [1, 1]
+def fill(dictionary: DDict) -> dict[int, object]:
+    """Commit small and large values at every manager."""
+    values: dict[int, object] = {key: f"value {key}" for key in range(20)}
+    values |= {key: torch.full((BIG,), float(key)) for key in range(20, 28)}
+    dictionary.update(values)
+    dictionary.checkpoint()
+    assert dictionary.wait_for_commit() == 0
+    await_copies(dictionary, 0)
+    return values
+
+
+def damage(dictionary: DDict, node: int, of: int, *, large: bool | None = None) -> int:
+    """Alter a byte of each part of a manager on a node; of its values, or of its snapshots only. Returns how many."""
+    found = 0
+    for part in Path(dictionary._configuration.base, f"node-{node}").glob(f"step-*_ckpt/rank-{of:05d}-*.safetensors"):
+        content = bytearray(part.read_bytes()[:8192])
+        if large is None or large == (b'{"format"' not in content):
+            with part.open("r+b") as file:
+                file.seek(100)
+                byte = file.read(1)
+                file.seek(100)
+                file.write(bytes([byte[0] ^ 1]))
+            found += 1
+    return found
+
+
+def check(dictionary: DDict, values: dict[int, object]) -> None:
+    for key, value in values.items():
+        found = dictionary[key]
+        assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
+
+
+@pytest.mark.slow
+@pytest.mark.damages_on_purpose
+@pytest.mark.parametrize("large", [True, False])
+def test_what_is_damaged_in_memory_comes_from_a_copy(large: bool) -> None:
+    with DDict(1, 3, 256 << 20, replication="ring", timeout=DEADLINE_S) as dictionary:
+        values = fill(dictionary)
+        with stopped(pid_of(dictionary, 0)):
+            assert damage(dictionary, node=0, of=0, large=large)
+            kill_manager(dictionary, 0)
+        check(dictionary, values)
+
+
+@pytest.mark.slow
+@pytest.mark.damages_on_purpose
+def test_what_is_damaged_everywhere_is_lost_and_told() -> None:
+    with DDict(1, 2, 256 << 20, replication="ring", timeout=DEADLINE_S) as dictionary:
+        values = fill(dictionary)
+        key = next(key for key in values if dictionary.which_manager(key) == 0)
+        with stopped(pid_of(dictionary, 0)):
+            assert damage(dictionary, node=0, of=0)
+            assert damage(dictionary, node=1, of=0)
+            kill_manager(dictionary, 0)
+        with pytest.raises(DDictManagerLostError, match="no whole copy") as raised:
+            dictionary[key]
+        assert not raised.value.retryable
+
+
+# ---- a full tmpfs ----------------------------------------------------------------------------------------------------
+
+
+def value(number: int) -> torch.Tensor:
+    return torch.full((70_000,), float(number))
+
+
+@pytest.mark.slow
+def test_a_full_tmpfs(small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPOINT_DDICT_BASE", str(small_tmpfs))
+    with DDict(1, 2, 400 << 20, working_set_size=2, replication="ring", timeout=DEADLINE_S) as d:
+        d.update({number: value(number) for number in range(4)})
+        d.checkpoint()
+        assert d.wait_for_commit() == 0
+        ballast = small_tmpfs / "ballast"
+        _fill(ballast)
+
+        with pytest.raises(DDictFullError, match="enlarge the tmpfs"):
+            d.update({("more", number): value(number) for number in range(20)})  # some may find room that is kept free
+        for manager in range(2):
+            epoch = d._access.state()["epoch"]
+            kill_manager(d, manager)
+            await_that(lambda epoch=epoch: d._access.state()["epoch"] > epoch)  # type: ignore[misc]
+            for number in range(4):
+                assert torch.equal(_read(d, number), value(number))
+        ballast.unlink()
+        d.sync_to_newest_checkpoint()
+        d.checkpoint()
+        d["more"] = value(5)
+        d.checkpoint()
+        d.wait_for_commit()
+        assert torch.equal(d["more"], value(5))
+
+
+def _fill(ballast: Path) -> None:
+    with contextlib.suppress(OSError), ballast.open("wb") as file:
+        while True:
+            file.write(bytes(1 << 12))
+
+
+def _read(d: DDict, key: int) -> torch.Tensor:
+    try:
+        return d[key]
+    except DDictWritesLostError:
+        d.sync_to_newest_checkpoint()
+        return d[key]
+
+
+# ---- as many processes as may write ----------------------------------------------------------------------------------
+
+
+MOST = MAX_CONNECTIONS // 2
+
+
+class Process:
+    """All that the coordinator sees of a process that writes: its two connections, and a handle."""
+
+    def __init__(self, dictionary: DDict, number: int, timeout_s: float) -> None:
+        configuration = dictionary._configuration
+        self.links = Links(locator(configuration), configuration.secret)
+        self._keepalive = Keepalive(self.links)
+        try:
+            self._keepalive.begin(time.monotonic() + timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        self.standing = Standing(f"{number:016x}", self._keepalive.id, 0, 0)
+        self.ask(Join(self.standing.account()))
+
+    def ask(self, request: Request) -> None:
+        self.links.call(COORDINATOR, request, deadline=time.monotonic() + DEADLINE_S)
+
+    def close(self) -> None:
+        self._keepalive.close()
+
+
+@pytest.mark.slow
+def test_as_many_processes_as_may_write() -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 5 * MAX_CONNECTIONS:
+        pytest.skip("a process here may not have both ends of so many connections open")
+    with (
+        DDict(1, 2, 64 << 20, replication="ring", working_set_size=2, timeout=DEADLINE_S) as d,
+        contextlib.ExitStack() as ends,
+    ):
+        d["a"] = 0
+        others = []
+        for number in range(1, MOST):
+            others.append(Process(d, number, DEADLINE_S))
+            ends.callback(others[-1].close)
+        assert d._access.state()["writers"] == MOST
+
+        for _ in range(2):
+            with pytest.raises(
+                DDictManagerLostError, match=f"as many connections as it may, {MAX_CONNECTIONS}"
+            ) as told:
+                Process(d, MOST, timeout_s=0.5)
+            assert told.value.retryable
+            assert "detach()" in str(told.value)
+
+        for each in others:
+            each.ask(Move(each.standing.account(), 1, onwards=False))
+        d.checkpoint()
+        assert d.wait_for_commit() == 0, "those that are attached go on"
+        others[0].close()
+        await_that(lambda: d._access.state()["writers"] == MOST - 1)
+        ends.callback(Process(d, MOST, DEADLINE_S).close)

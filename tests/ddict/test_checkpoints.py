@@ -46,41 +46,6 @@ from tests.workers import ddict_handles
 # ---- checkpoints ------------------------------------------------------------------------------------------
 
 
-def test_a_read_sees_the_newest_value_at_or_below_its_checkpoint(d: DDict) -> None:
-    start = d.checkpoint_id
-    d["a"] = 0
-    assert d.checkpoint() == start + 1
-    d["b"] = 1
-    d.checkpoint()
-    d["a"] = 2
-    del d["b"]
-    reader = other(d)
-    seen = []
-    for checkpoint_id in range(start, start + 4):
-        reader.checkpoint_id = checkpoint_id
-        seen.append(dict(reader))
-
-    assert seen == [{"a": 0}, {"a": 0, "b": 1}, {"a": 2}, {"a": 2}]
-
-
-def test_a_rollback_discards_what_this_handle_wrote_and_nothing_else(d: DDict) -> None:
-    d["mine"] = "kept"
-    colleague = other(d)
-    d.checkpoint()
-    d["mine"], d["shared"] = "gone", "gone"
-    colleague.checkpoint()
-    colleague["shared"] = "theirs"
-    d["shared"] = "gone"
-    at = d.checkpoint_id
-
-    assert d.rollback() == at - 1
-
-    assert d.checkpoint_id == at - 1
-    assert dict(colleague) == {"mine": "kept", "shared": "theirs"}
-    d.checkpoint()
-    assert d.items() == colleague.items()
-
-
 def test_a_rollback_may_keep_what_was_written(d: DDict) -> None:
     start = d.checkpoint_id
     d.checkpoint()
@@ -144,19 +109,6 @@ def test_what_has_left_the_working_set_raises_one_error(d: DDict) -> None:
         with pytest.raises(DDictCheckpointRetiredError):
             call()
     assert d["key"] == 1
-
-
-def test_the_newest_committed_checkpoint_is_what_all_writers_have_moved_past(d: DDict) -> None:
-    start = d.checkpoint_id
-    fast, slow = other(d), other(d)
-    d.detach()
-    fast["fast"] = slow["slow"] = 0
-    fast.checkpoint_id = start + 3
-    slow.checkpoint_id = start + 2
-
-    assert slow.sync_to_newest_checkpoint() == start + 1
-    assert slow.committed_checkpoint_id == start + 1
-    assert slow["fast"] == 0
 
 
 def test_a_commit_is_waited_for(d: DDict) -> None:
@@ -354,27 +306,6 @@ def test_a_child_cannot_destroy_the_dictionary(shared: DDict, d: DDict) -> None:
         child.join(DEADLINE_S)
 
     assert d["key"] == 1
-
-
-def test_a_killed_process_holds_up_no_commits(make: Make) -> None:
-    dictionary = make(working_set_size=2, timeout=10)
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=ddict_handles.write_and_wait, args=(dictionary, "theirs", 1, theirs))
-    child.start()
-    try:
-        assert ours.poll(DEADLINE_S)
-        assert ours.recv() == 1
-        dictionary["ours"] = 1
-        dictionary.checkpoint_id = 2
-        assert dictionary.committed_checkpoint_id == 0
-    finally:
-        child.kill()
-        child.join(DEADLINE_S)
-
-    # What it died in is not whole, so it is committed only with a later one.
-    dictionary.checkpoint_id = 3
-    await_that(lambda: dictionary.committed_checkpoint_id == 2)
 
 
 def test_a_handle_that_nobody_has_any_more_holds_up_no_commits(d: DDict) -> None:

@@ -267,38 +267,6 @@ def test_who_is_killed_loses_what_it_had_open_and_who_ends_does_not(make: Make, 
     assert ("open" in d) == (how == "orderly")
 
 
-def _write_late(dictionary: DDict, pipe: Any) -> None:
-    dictionary.sync_to_newest_checkpoint()
-    dictionary["late"] = 1
-    pipe.send(dictionary.checkpoint_id)
-    signal.pause()
-
-
-@pytest.mark.slow
-def test_what_a_killed_process_wrote_at_a_committed_checkpoint_is_there_or_its_loss_is_told(
-    make: Make,
-) -> None:
-    d = make(working_set_size=2)
-    d["key"] = 0
-    d.checkpoint()
-    assert d.wait_for_commit() == 0
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_write_late, args=(copy.copy(d), theirs))
-    child.start()
-    assert ours.poll(DEADLINE_S)
-    assert ours.recv() == 0
-    child.kill()
-    child.join(DEADLINE_S)
-    await_that(lambda: d._access.state()["writers"] == 1)
-    kill_manager(d, d.which_manager("late"))
-    await_that(lambda: d._access.state()["epoch"] > 0)
-
-    with contextlib.suppress(DDictWritesLostError):
-        d.sync_to_newest_checkpoint()
-        assert d["late"] == 1
-
-
 def _write_once(dictionary: DDict) -> None:
     dictionary["key"] = 1
     os.kill(os.getpid(), signal.SIGKILL)

@@ -176,48 +176,6 @@ def test_a_program_that_was_started_by_mistake_destroys_nothing(posix: Open, tmp
         third.check(1, 2, 3)
 
 
-def test_what_was_rolled_back_does_not_count_for_who_comes_next(program: Open) -> None:
-    with program() as first:
-        first.persist(1, 2, 3)
-        first.roll_back(1)
-        first.check(1)
-    with program() as second:
-        second.check(1)
-        second.restore(1)
-        second.roll_back(0)
-        second.check()
-    with program() as third:
-        third.check()
-
-
-@pytest.mark.parametrize("at", ["is_off", "manifest"])
-def test_a_rollback_while_a_checkpoint_is_listed_is_recorded_afterwards(
-    posix: Open, at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with posix() as first:
-        first.persist(1, 2)
-        version = first.history.new_attempt(3)
-        first.write(3, version)
-        manifest = first.history.store.manifest
-
-        def roll_back() -> bool:
-            first.history.take_back(1)
-            return False
-
-        def is_off() -> bool:
-            if at == "is_off":
-                return roll_back()
-            patch.setattr(first.history.store, "manifest", lambda *args: (roll_back(), manifest(*args))[1])
-            return False
-
-        with monkeypatch.context() as patch:
-            first.history.complete(version, 3, is_off)
-        first.history.record()
-        first.check(1)
-    with posix() as second:
-        second.check(1)
-
-
 def test_a_checkpoint_that_is_persisted_again_takes_the_place_of_the_first(posix: Open, tmpfs: Path) -> None:
     with posix() as first:
         first.persist(1)

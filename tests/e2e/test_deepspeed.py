@@ -42,7 +42,8 @@ def live_through(root: Path, kind: str, faults: list[str]) -> None:
     for life, fault in enumerate(faults):
         victim = chance.randrange(RANKS)
         with Team(worker.train, root, RANKS, kind, folder, life, STEPS_A_LIFE * (life + 1), steps) as team:
-            team[victim].next_report("step")
+            # A node lost before this life has copies is one more than is promised.
+            team[victim].next_report("copied" if fault == "node" else "step")
             time.sleep(chance.random() * 0.2)
             team[victim].kill()
             if fault == "node":

@@ -171,8 +171,11 @@ def main() -> None:
         nonlocal is_safe
         was_safe, is_safe = is_safe, trainer.checkpointer.flashpoint.last_replicated is not None
         report(step=step, loss=loss, becomes_safe=is_safe and not was_safe)
-        while str(step) in given.gates.split(",") and not gate_of(root, step).exists():
-            time.sleep(0.05)
+        if str(step) in given.gates.split(",") and not gate_of(root, step).exists():
+            assert trainer.checkpointer.flashpoint.wait()
+            report(safe_at=step)
+            while not gate_of(root, step).exists():
+                time.sleep(0.05)
 
     load = trainer.checkpointer.load
 

@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +65,21 @@ class Manager(Share):
 
     def __init__(self) -> None:
         super().__init__(OPTIONS, CutTable())
+
+    def answer(self, request: asked.Request) -> dict[str, Any]:
+        """Do what the coordinator asks for."""
+        if isinstance(request, asked.Begin):
+            assert request.epoch <= self.epoch or self.begin(request), "what all go on from is gone"
+        elif isinstance(request, asked.Discard):
+            self.discard(request)
+        elif isinstance(request, asked.Prepare):
+            self.prepare(request)
+        elif isinstance(request, asked.Seal):
+            self.check_epoch(request.epoch)
+        else:
+            assert isinstance(request, asked.Settle)
+            self.settle(request)
+        return {"part": (1, 1)}
 
     def put(self, put: Put) -> int:
         """Write. Returns the cut that it came late for; -1: none."""
@@ -283,52 +299,38 @@ class World:
     # ---- the coordinator ----------------------------------------------------------------------------------
 
     def coordinate(self) -> None:
-        """Do the next thing that the rules say, one manager at a time."""
+        """Do the next thing that the rules say, one manager at a time, in any order."""
         if not self.under_way and (step := self.rules.next()) is not None:
-            self.under_way = self.asks(step)
+            self.ask, answers = self.rules.ask(step), dict[int, dict[str, Any]]()
+            self.under_way = [partial(self.tell, each, answers) for each in self.ask.requests]
+            self.chosen.shuffle(self.under_way)
+            self.under_way.append(lambda: self.have_told([answers[each] for each in self.ask.requests]))
         if self.under_way:
+            is_done = True
             try:
                 self.under_way.pop(0)()
             except StaleEpochError:  # another one has begun: tried again then
                 self.under_way.clear()
+                is_done = False
             if not self.under_way:
-                self.rules.ended()
+                self.rules.ended(self.ask, is_done=is_done)
 
-    def asks(self, step: Step) -> list[Callable[[], None]]:
-        """Return what is asked of each manager, in any order, and what is noted after that."""
-        order, rules = self.chosen.sample(range(MANAGERS), MANAGERS), self.rules
-        if step is Step.BEGIN:
-            epoch, begins = rules.epoch, rules.begins()
+    def tell(self, manager: int, answers: dict[int, dict[str, Any]]) -> None:
+        """Ask one manager."""
+        answers[manager] = self.managers[manager].answer(self.ask.requests[manager])
+        self.ask.heard(manager)
 
-            def begin(number: int) -> None:
-                if epoch > self.managers[number].epoch:
-                    assert self.managers[number].begin(begins[number]), "what all go on from is gone"
-                rules.begun(number, epoch)
-
-            behind = [number for number in order if number in begins]
-            return [*(lambda number=number: begin(number) for number in behind), lambda: rules.open(epoch)]
-        if step is Step.DISCARD:
-            discard = rules.discards()[0]
-            told = [lambda number=number: self.managers[number].discard(discard) for number in order]
-            return [*told, lambda: rules.discarded(discard)]
-        if step is Step.COMMIT:
-            prepared = rules.prepare()
-            told = [lambda number=number: self.managers[number].prepare(prepared) for number in order]
-            return [*told, lambda: self.committed(prepared)]
-        settle = rules.settle()
-        told = [lambda number=number: self.managers[number].settle(settle) for number in order]
-        return [*told, lambda: rules.settled(settle)]
-
-    def committed(self, prepared: asked.Prepare) -> None:
+    def have_told(self, answers: list[dict[str, Any]]) -> None:
         """A commit is made of whole steps, and of nothing that was taken back."""
-        if not self.rules.commit(prepared, [(1, 1)] * MANAGERS):
+        self.ask.done(answers)
+        at, cut = self.rules.committed, self.rules.cut_of(self.rules.committed)
+        if self.ask.step is not Step.SEAL or cut in self.contents:
             return
-        cut = prepared.cut
         there = {entry.key for manager in self.managers for entry in manager.table.find(cut).entries}
         self.contents[cut] = there
         assert not there & self.taken_back(), "what was taken back is committed"
         for put in (put for handle in self.handles for put in handle.acknowledged):
-            is_in = put.whose.checkpoint_id <= prepared.checkpoint_id and put.handle.standing.written.late < cut
+            is_in = put.whose.checkpoint_id <= at and put.handle.standing.written.late < cut
             assert put.key in there or not is_in, f"{put} was acknowledged before cut {cut}, which lacks it"
 
     def taken_back(self) -> set[bytes]:

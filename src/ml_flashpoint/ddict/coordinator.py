@@ -26,7 +26,7 @@ from ml_flashpoint.ddict.errors import (
 from ml_flashpoint.ddict.links import Links, Locator, Place, allow_many_files, locator, own_node
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.persistence import History
-from ml_flashpoint.ddict.rules import Rules, Step, Wanted
+from ml_flashpoint.ddict.rules import Ask, Rules, Step, Wanted
 from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.requests import Account, Back, Request, Result, Whose
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
@@ -164,12 +164,6 @@ class Coordinator:
             return [each.result() for each in under_way]
 
     def _run(self) -> None:
-        steps = {
-            Step.BEGIN: self._begin,
-            Step.DISCARD: self._discard,
-            Step.COMMIT: self._commit,
-            Step.SETTLE: self._settle,
-        }
         while True:
             with self._changed:
                 step = None
@@ -177,10 +171,13 @@ class Coordinator:
                     self._changed.wait()
                 if self._closing or step is None:
                     return
-                self._busy = True
+                self._busy, ask = True, self.rules.ask(step)
+            is_done = False
             try:
-                steps[step]()
-                self._trouble = None
+                self._carry_out(ask)
+                is_done = True
+                if step is not Step.PREPARE:  # what comes next may be what has failed
+                    self._trouble = None
             except Exception as error:  # the thread must go on: what stops it would stop all commits, without a word
                 with self._changed:
                     if not isinstance(error, FlashpointError):
@@ -193,55 +190,19 @@ class Coordinator:
             finally:
                 with self._changed:
                     self._busy = False
-                    self.rules.ended()
+                    self.rules.ended(ask, is_done=is_done)
+                    self._opened.notify_all()
                     self._changed.notify_all()
 
-    def _begin(self) -> None:
-        """Have managers begin the epoch that they are behind of."""
-        with self._changed:
-            epoch, told = self.rules.epoch, self.rules.begins()
-
+    def _carry_out(self, ask: Ask) -> None:
         def heard(manager: int) -> None:
             with self._changed:
-                self.rules.begun(manager, epoch)
+                ask.heard(manager)
 
-        try:
-            self._ask(told, time.monotonic() + _BEGIN_S, heard=heard)
-        finally:
-            with self._changed:
-                self.rules.open(epoch)
-                self._opened.notify_all()
-                self._changed.notify_all()
-
-    def _discard(self) -> None:
+        within_s = {Step.BEGIN: _BEGIN_S, Step.SEAL: seal_deadline_s()}.get(ask.step, _CALL_S)
+        answers = self._ask(ask.requests, time.monotonic() + within_s, heard=heard)
         with self._changed:
-            told = self.rules.discards()
-        for each in told:
-            self._ask_all(each)
-            with self._changed:
-                self.rules.discarded(each)
-
-    def _commit(self) -> None:
-        with self._changed:
-            prepared = self.rules.prepare()
-        self._ask_all(prepared)
-        parts: list[tuple[int, int]] = []
-        if self.rules.options.replicated and not self.rules.is_called_off(prepared):
-            sealed = asked.Seal(prepared.epoch, prepared.cut)
-            answers = self._ask_all(sealed, time.monotonic() + seal_deadline_s())
-            parts = [(int(answer["part"][0]), int(answer["part"][1])) for answer in answers]
-        with self._changed:
-            is_committed = self.rules.commit(prepared, parts)
-            self._changed.notify_all()
-        if is_committed:
-            self._settle()
-
-    def _settle(self) -> None:
-        with self._changed:
-            told = self.rules.settle()
-        self._ask_all(told)
-        with self._changed:
-            self.rules.settled(told)
+            ask.done(answers)
 
     def _persist(self, history: History) -> None:
         while True:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -25,7 +25,7 @@ from ml_flashpoint.ddict.errors import DDictPersistError, DDictWritesLostError, 
 from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.fence import Fence
-from ml_flashpoint.ddict.wire.requests import Account, Back, Whose, Written
+from ml_flashpoint.ddict.wire.requests import Account, Back, Request, Whose, Written
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.net.messages import Fields
 
@@ -39,9 +39,22 @@ class Step(enum.Enum):
     """The next thing that managers are to be asked."""
 
     BEGIN = "begin the epoch"
-    DISCARD = "discard what killed handles had open"
-    COMMIT = "prepare and seal a cut"
+    DISCARD = "discard what a killed handle had open"
+    PREPARE = "prepare a cut"
+    SEAL = "seal the cut that is prepared"
     SETTLE = "let go of what no one needs"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The requests of one step, by managers. ``heard`` is to be called with each manager that has answered, and
+    ``done`` with all answers."""
+
+    step: Step
+    epoch: int
+    requests: dict[int, Request]
+    done: Callable[[list[Fields]], None]
+    heard: Callable[[int], None] = lambda manager: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,8 @@ class Rules:
         self.committed = -1
         self.committing = -1
         self._called_off = False
+        self._prepared: asked.Prepare | None = None  # the cut that is to be sealed
+        self._settles_first = False  # before anything more is committed
         self._cut = 0  # number of the newest cut that managers were asked for
         self._late = -1  # newest cut that a write came late for of a handle that has moved on
         self._sealed: dict[int, _Sealed] = {}  # cuts that are committed, by checkpoint
@@ -137,15 +152,47 @@ class Rules:
             return Step.DISCARD
         if is_held_up:
             return None
+        if self._prepared is not None and not self._is_called_off(self._prepared):
+            return Step.SEAL
+        self._prepared, self.committing = None, -1
         target = self.target()
         # What is committed is committed again, with what was written there late.
         is_late = target == self._whole() >= 0 and self._late >= self.cut_of(target)
-        if self.options.snapshots and (target > self.committed or is_late):
-            due = self.options.next_due(max(self.committed, -1 if self._restored is None else self._restored[0] - 1))
-            self.committing = target if due is None else min(target, due)
-            self._called_off = False
-            return Step.COMMIT
+        if not self._settles_first and self.options.snapshots and (target > self.committed or is_late):
+            return Step.PREPARE
         return Step.SETTLE if self._to_settle() != self._settled else None
+
+    def ask(self, step: Step) -> Ask:
+        """Begin a step. `ended` is to be called when it is over."""
+        if step is Step.BEGIN:
+            epoch = self.epoch
+            return Ask(step, epoch, dict(self.begins()), lambda _: None, lambda manager: self._begun(manager, epoch))
+        if step is Step.DISCARD:
+            handle, to = next(iter(self._discards.items()))
+            discard = self._discard(Whose(handle, to, self.epoch), dead=True)
+            return self._ask_all(step, discard, lambda _: self._discarded(handle, to))
+        if step is Step.PREPARE:
+            prepared = self._prepare()
+            return self._ask_all(step, prepared, lambda _: self._have(prepared))
+        if step is Step.SEAL:
+            sealing = self._prepared
+            assert sealing is not None
+            seal = asked.Seal(sealing.epoch, sealing.cut)
+            return self._ask_all(step, seal, lambda told: self._commit(sealing, [tuple(its["part"]) for its in told]))
+        settle = self._settle()
+        return self._ask_all(step, settle, lambda _: self._have_settled(settle))
+
+    def _ask_all(self, step: Step, request: Request, done: Callable[[list[Fields]], None]) -> Ask:
+        return Ask(step, self.epoch, dict.fromkeys(range(self.options.managers), request), done)
+
+    def ended(self, ask: Ask, *, is_done: bool) -> None:
+        """A step is over. One that is not done is begun anew, with a new cut."""
+        if ask.step is Step.BEGIN:  # all managers that can be reached have begun; others must before any commit
+            self.is_open = self.is_open or ask.epoch == self.epoch
+        if not is_done:
+            self._prepared, self._settles_first = None, False
+        if self._prepared is None:
+            self.committing = -1
 
     def begins(self) -> dict[int, asked.Begin]:
         """Return what managers are told that are to begin the epoch."""
@@ -157,52 +204,50 @@ class Rules:
         head, frozen = (self.epoch, base, self._cut, tuple(keep), pinned), (self.frozen, self._freezes)
         return {each: asked.Begin(*head, tuple(self.sealed_by(each)), restored, *frozen) for each in self._behind}
 
-    def begun(self, manager: int, epoch: int) -> None:
-        """A manager has begun an epoch."""
+    def _begun(self, manager: int, epoch: int) -> None:
         if epoch == self.epoch:
             self._behind.discard(manager)
-
-    def open(self, epoch: int) -> None:
-        """All managers that can be reached now have begun an epoch; others must before anything is committed."""
-        self.is_open = self.is_open or epoch == self.epoch
 
     def _discard(self, whose: Whose, *, dead: bool) -> asked.Discard:
         self._discard_number += 1
         return asked.Discard(whose, self._discard_number, dead)
 
-    def discards(self) -> list[asked.Discard]:
-        """Return what managers are told to discard, and whatever of that is still on its way."""
-        return [self._discard(Whose(handle, to, self.epoch), dead=True) for handle, to in self._discards.items()]
+    def _discarded(self, handle: str, to: int) -> None:
+        if self._discards.get(handle) == to:
+            del self._discards[handle]
 
-    def discarded(self, told: asked.Discard) -> None:
-        """All managers have discarded that."""
-        if self._discards.get(told.whose.handle) == told.whose.checkpoint_id:
-            del self._discards[told.whose.handle]
-
-    def prepare(self) -> asked.Prepare:
-        """Return what managers are told to commit."""
+    def _prepare(self) -> asked.Prepare:
+        due = self.options.next_due(max(self.committed, -1 if self._restored is None else self._restored[0] - 1))
+        self.committing = self.target() if due is None else min(self.target(), due)
+        self._called_off = False
         committed, self._cut = self.cut_of(self.committed), self._cut + 1
         return asked.Prepare(self.epoch, self.committing, self._cut, committed)
 
-    def is_called_off(self, prepared: asked.Prepare) -> bool:
+    def _is_called_off(self, prepared: asked.Prepare) -> bool:
         """Return True if somebody went back meanwhile, or writes there again."""
         return self._called_off or prepared.epoch != self.epoch
 
-    def commit(self, prepared: asked.Prepare, parts: Sequence[tuple[int, int]]) -> bool:
-        """All managers have a cut, and copies. Return False if it was called off."""
-        if self.is_called_off(prepared):
-            return False
+    def _have(self, prepared: asked.Prepare) -> None:
+        """All managers have a cut. With replication, copies of it are next."""
+        if self.options.replicated:
+            self._prepared = prepared
+        else:
+            self._commit(prepared, ())
+
+    def _commit(self, prepared: asked.Prepare, parts: Sequence[tuple[int, int]]) -> None:
+        """All managers have a cut, and copies."""
+        self._prepared = None
+        if self._is_called_off(prepared):
+            return
         checkpoint_id = self.committed = prepared.checkpoint_id
         if self._restored is None:
             self._persisted.discard(checkpoint_id)  # what is there lacks late writes
-        self._restored = None
+        self._restored, self._settles_first = None, True
         self._sealed[checkpoint_id] = _Sealed(prepared.cut, parts)
         if self.options.next_due(checkpoint_id - 1) == checkpoint_id:
             self.persist(checkpoint_id, due=True)
-        return True
 
-    def settle(self) -> asked.Settle:
-        """Return what managers are told that may let go of something."""
+    def _settle(self) -> asked.Settle:
         oldest, committed, cut = self._to_settle()
         keep, pinned = [its.cut for its in self._keep().values()], self._pinned()
         # Before they are asked: nobody may go back to what one of them may have forgotten.
@@ -212,14 +257,10 @@ class Rules:
         }
         return asked.Settle(self.epoch, oldest, tuple(keep), tuple(pinned), committed, cut)
 
-    def settled(self, told: asked.Settle) -> None:
-        """All managers have heard that."""
+    def _have_settled(self, told: asked.Settle) -> None:
+        self._settles_first = False
         if told.epoch == self.epoch:
             self._settled = told.oldest, told.committed, told.cut
-
-    def ended(self) -> None:
-        """Take note that what `next` said is done, or has failed."""
-        self.committing = -1
 
     # ---- what is there ------------------------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ class Rules:
         self._returned: dict[int, str] = {}  # managers that were lost, and which process of each has said so last
         self.committed = -1
         self.committing = -1
-        self._called_off = False
+        self._called_off = False  # somebody went back meanwhile, or writes there again, or another epoch has begun
         self._prepared: asked.Prepare | None = None  # the cut that is to be sealed
         self._settles_first = False  # before anything more is committed
         self._cut = 0  # number of the newest cut that managers were asked for
@@ -152,7 +152,7 @@ class Rules:
             return Step.DISCARD
         if is_held_up:
             return None
-        if self._prepared is not None and not self._is_called_off(self._prepared):
+        if self._prepared is not None and not self._called_off:
             return Step.SEAL
         self._prepared, self.committing = None, -1
         target = self.target()
@@ -223,10 +223,6 @@ class Rules:
         committed, self._cut = self.cut_of(self.committed), self._cut + 1
         return asked.Prepare(self.epoch, self.committing, self._cut, committed)
 
-    def _is_called_off(self, prepared: asked.Prepare) -> bool:
-        """Return True if somebody went back meanwhile, or writes there again."""
-        return self._called_off or prepared.epoch != self.epoch
-
     def _have(self, prepared: asked.Prepare) -> None:
         """All managers have a cut. With replication, copies of it are next."""
         if self.options.replicated:
@@ -237,7 +233,7 @@ class Rules:
     def _commit(self, prepared: asked.Prepare, parts: Sequence[tuple[int, int]]) -> None:
         """All managers have a cut, and copies."""
         self._prepared = None
-        if self._is_called_off(prepared):
+        if self._called_off:
             return
         checkpoint_id = self.committed = prepared.checkpoint_id
         if self._restored is None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister, links
-from ml_flashpoint.ddict.client import keepalive
+from ml_flashpoint.ddict.client import session
 from ml_flashpoint.ddict.errors import (
     DDictDestroyedError,
     DDictError,
@@ -236,7 +236,7 @@ def test_threads_of_a_handle_do_not_lose_what_they_write_while_another_gives_up(
         monkeypatch.setattr(links, "GRACE_S", IMPATIENT_S)
         while not writing.done():
             with contextlib.suppress(DDictTimeoutError, DDictManagerLostError):
-                access.change(1, lambda whose, flags: Clear(whose), deadline=access.deadline(IMPATIENT_S))
+                access.change(1, lambda line, whose, _: line.request(Clear(whose)).fields, access.deadline(IMPATIENT_S))
         writing.result()
     assert written == list(range(300))
 
@@ -357,7 +357,7 @@ PATIENT_S = 600.0
 def test_a_creator_that_is_stopped_costs_no_writer_its_open_step(
     creator: Created, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keepalive, "_WATCH_S", WATCH_S)
+    monkeypatch.setattr(session, "_WATCH_S", WATCH_S)
     writer = DDict.attach(creator.serialized, timeout=DEADLINE_S)
     writer.checkpoint_id = 1
     writer["open"] = 1

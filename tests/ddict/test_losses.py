@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ml_flashpoint.ddict import DDict, DDictManagerLostError, PosixCheckpointPersister
-from ml_flashpoint.ddict.client.keepalive import Keepalive, Standing
+from ml_flashpoint.ddict.client.session import Session, Standing
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictError,
@@ -195,7 +195,7 @@ def test_a_manager_that_stays_down_is_named_with_the_way_out(tmp_path: Path, mon
         d.checkpoint()
         assert d.persist() == 0
         kill_manager(d, 1)
-        await_that(lambda: bool(runtime_of(d)._managers[1].down))
+        await_that(lambda: 1 in runtime_of(d).down)
         d[key_of(d, 0)] = 2
         d.checkpoint()
         d._access.timeout_s = 2.0
@@ -429,20 +429,20 @@ class Process:
     def __init__(self, dictionary: DDict, number: int, timeout_s: float) -> None:
         configuration = dictionary._configuration
         self.links = Links(locator(configuration), configuration.secret)
-        self._keepalive = Keepalive(self.links)
+        self._session = Session(self.links)
         try:
-            self._keepalive.begin(time.monotonic() + timeout_s)
+            self._session.begin(time.monotonic() + timeout_s)
         except BaseException:
             self.close()
             raise
-        self.standing = Standing(f"{number:016x}", self._keepalive.id, 0, 0)
+        self.standing = Standing(f"{number:016x}", self._session.id, 0, 0)
         self.ask(Join(self.standing.account()))
 
     def ask(self, request: Request) -> None:
         self.links.call(COORDINATOR, request, deadline=time.monotonic() + DEADLINE_S)
 
     def close(self) -> None:
-        self._keepalive.close()
+        self._session.close()
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict.client.keepalive import Standing
+from ml_flashpoint.ddict.client.session import Standing
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictWritesLostError,

@@ -78,10 +78,9 @@ def kill_manager(dictionary: DDict, manager: int, *, lose_node: bool = False) ->
 
 def wait_until_ready(runtime: EmbeddedRuntime, manager: int, *, other_than: int = 0) -> int:
     """The process of a manager, once one serves that is not a former one, or the manager stays down."""
-    supervised = runtime._managers[manager]
-    await_that(lambda: supervised.ready_pid not in (None, other_than) or bool(supervised.down))
-    ready = supervised.ready_pid
-    assert ready is not None, f"manager {manager} stays down: {supervised.down}"
+    await_that(lambda: runtime.ready.get(manager) not in (None, other_than) or manager in runtime.down)
+    ready = runtime.ready.get(manager)
+    assert ready is not None, f"manager {manager} stays down: {runtime.down}"
     return ready
 
 

@@ -16,7 +16,7 @@ from ml_flashpoint.ddict.client.values import ValueWriter, encode, object_blobs,
 from ml_flashpoint.ddict.errors import StaleValueError
 from ml_flashpoint.ddict.manager.shard import StoredValue
 from ml_flashpoint.ddict.manager.store import PartStore, ValueSlots, in_pieces
-from ml_flashpoint.format.errors import InvalidArgumentError, JobInUseError, ObjectFormatError
+from ml_flashpoint.format.errors import InvalidArgumentError, JobInUseError
 from tests.ddict import value_support
 from tests.ddict.value_support import INCARNATION, open_store, put
 from tests.support import forked
@@ -92,49 +92,6 @@ def test_a_slot_is_reused_only_when_nobody_looks_at_it(
 # ---- promises ---------------------------------------------------------------------------------------------------
 
 
-def test_only_what_was_written_whole_is_adopted(slots: ValueSlots, writer: ValueWriter) -> None:
-    encoded = encode(full(1))
-    room = slots.allocate(object_size(encoded))
-    with pytest.raises(StaleValueError):
-        slots.adopt(room.value_id)
-    with pytest.raises(StaleValueError):
-        read_value(room.path, room.value_id)
-    with pytest.raises(StaleValueError):
-        slots.adopt(f"v-{INCARNATION}-000000000099")
-    with writer.writing(room.path, room.value_id) as write:
-        write(encoded)
-    stored = slots.adopt(room.value_id)
-    with pytest.raises(StaleValueError):
-        slots.adopt(room.value_id)
-    with pytest.raises(StaleValueError), writer.writing(room.path, room.value_id):
-        pass  # it holds a value: not to be written over
-    slots.abandon([room.value_id])
-    assert used_bytes(slots) == stored.nbytes
-
-
-def test_a_damaged_object_is_not_adopted(slots: ValueSlots) -> None:
-    room = slots.allocate(1000)
-    with open(room.path, "r+b") as file:
-        file.write((1 << 40).to_bytes(8, "little"))
-    with pytest.raises(ObjectFormatError):
-        slots.adopt(room.value_id)
-    slots.abandon([room.value_id])
-    assert used_bytes(slots) == 0
-
-
-def test_room_that_was_given_up_is_used_again(store: PartStore, slots: ValueSlots, writer: ValueWriter) -> None:
-    rooms = [slots.allocate(500_000) for _ in range(3)]
-    assert used_bytes(slots) == sum(room.size for room in rooms)
-    slots.abandon([room.value_id for room in rooms])
-    slots.abandon([room.value_id for room in rooms])
-    assert used_bytes(slots) == 0
-    for room in rooms:
-        with pytest.raises(StaleValueError):
-            slots.adopt(room.value_id)
-    assert {slots.allocate(500_000).path for _ in range(3)} == {room.path for room in rooms}
-    assert len(paths(store)) == 3
-
-
 def test_free_slots_are_given_back_for_others_within_the_limit(store: PartStore) -> None:
     slots = ValueSlots(store, INCARNATION, limit_bytes=4 << 20)
     small = [slots.allocate(200_000) for _ in range(10)]
@@ -200,17 +157,6 @@ def test_the_lock_of_a_reader_goes_with_it(slots: ValueSlots, writer: ValueWrite
             child.stop()
         assert put(slots, writer, full(2)).slot is not stored.slot
         child.kill()
-        assert put(slots, writer, full(3)).slot is stored.slot
-
-
-def test_a_fork_of_a_reader_is_a_reader(slots: ValueSlots, writer: ValueWriter) -> None:
-    stored = put(slots, writer, full(1))
-    with Child(value_support.hold_a_view_in_a_fork, str(stored.slot.path), stored.value_id) as child:
-        child.next_report("forked")
-        let_go(slots, stored)
-        assert put(slots, writer, full(2)).slot is not stored.slot
-        child.say("go on")
-        child.join()
         assert put(slots, writer, full(3)).slot is stored.slot
 
 

@@ -164,23 +164,8 @@ class Rules:
 
     def ask(self, step: Step) -> Ask:
         """Begin a step. `ended` is to be called when it is over."""
-        if step is Step.BEGIN:
-            epoch = self.epoch
-            return Ask(step, epoch, dict(self.begins()), lambda _: None, lambda manager: self._begun(manager, epoch))
-        if step is Step.DISCARD:
-            handle, to = next(iter(self._discards.items()))
-            discard = self._discard(Whose(handle, to, self.epoch), dead=True)
-            return self._ask_all(step, discard, lambda _: self._discarded(handle, to))
-        if step is Step.PREPARE:
-            prepared = self._prepare()
-            return self._ask_all(step, prepared, lambda _: self._have(prepared))
-        if step is Step.SEAL:
-            sealing = self._prepared
-            assert sealing is not None
-            seal = asked.Seal(sealing.epoch, sealing.cut)
-            return self._ask_all(step, seal, lambda told: self._commit(sealing, [tuple(its["part"]) for its in told]))
-        settle = self._settle()
-        return self._ask_all(step, settle, lambda _: self._have_settled(settle))
+        begin = {Step.BEGIN: self._begin, Step.DISCARD: self._drop, Step.PREPARE: self._prepare, Step.SEAL: self._seal}
+        return begin.get(step, self._settle)()
 
     def _ask_all(self, step: Step, request: Request, done: Callable[[list[Fields]], None]) -> Ask:
         return Ask(step, self.epoch, dict.fromkeys(range(self.options.managers), request), done)
@@ -204,31 +189,50 @@ class Rules:
         head, frozen = (self.epoch, base, self._cut, tuple(keep), pinned), (self.frozen, self._freezes)
         return {each: asked.Begin(*head, tuple(self.sealed_by(each)), restored, *frozen) for each in self._behind}
 
-    def _begun(self, manager: int, epoch: int) -> None:
-        if epoch == self.epoch:
-            self._behind.discard(manager)
+    def _begin(self) -> Ask:
+        epoch = self.epoch
+
+        def heard(manager: int) -> None:
+            if epoch == self.epoch:
+                self._behind.discard(manager)
+
+        return Ask(Step.BEGIN, epoch, dict(self.begins()), lambda _: None, heard)
+
+    def _drop(self) -> Ask:
+        handle, to = next(iter(self._discards.items()))
+
+        def done(_: list[Fields]) -> None:
+            if self._discards.get(handle) == to:
+                del self._discards[handle]
+
+        return self._ask_all(Step.DISCARD, self._discard(Whose(handle, to, self.epoch), dead=True), done)
 
     def _discard(self, whose: Whose, *, dead: bool) -> asked.Discard:
         self._discard_number += 1
         return asked.Discard(whose, self._discard_number, dead)
 
-    def _discarded(self, handle: str, to: int) -> None:
-        if self._discards.get(handle) == to:
-            del self._discards[handle]
-
-    def _prepare(self) -> asked.Prepare:
+    def _prepare(self) -> Ask:
         due = self.options.next_due(max(self.committed, -1 if self._restored is None else self._restored[0] - 1))
         self.committing = self.target() if due is None else min(self.target(), due)
-        self._called_off = False
-        committed, self._cut = self.cut_of(self.committed), self._cut + 1
-        return asked.Prepare(self.epoch, self.committing, self._cut, committed)
+        self._called_off, self._cut = False, self._cut + 1
+        prepared = asked.Prepare(self.epoch, self.committing, self._cut, self.cut_of(self.committed))
 
-    def _have(self, prepared: asked.Prepare) -> None:
-        """All managers have a cut. With replication, copies of it are next."""
-        if self.options.replicated:
-            self._prepared = prepared
-        else:
-            self._commit(prepared, ())
+        def done(_: list[Fields]) -> None:
+            if self.options.replicated:
+                self._prepared = prepared
+            else:
+                self._commit(prepared, ())
+
+        return self._ask_all(Step.PREPARE, prepared, done)
+
+    def _seal(self) -> Ask:
+        prepared = self._prepared
+        assert prepared is not None
+
+        def done(told: list[Fields]) -> None:
+            self._commit(prepared, [tuple(its["part"]) for its in told])
+
+        return self._ask_all(Step.SEAL, asked.Seal(prepared.epoch, prepared.cut), done)
 
     def _commit(self, prepared: asked.Prepare, parts: Sequence[tuple[int, int]]) -> None:
         """All managers have a cut, and copies."""
@@ -243,7 +247,7 @@ class Rules:
         if self.options.next_due(checkpoint_id - 1) == checkpoint_id:
             self.persist(checkpoint_id, due=True)
 
-    def _settle(self) -> asked.Settle:
+    def _settle(self) -> Ask:
         oldest, committed, cut = self._to_settle()
         keep, pinned = [its.cut for its in self._keep().values()], self._pinned()
         # Before they are asked: nobody may go back to what one of them may have forgotten.
@@ -251,12 +255,15 @@ class Rules:
         self._sealed = {
             at: its for at, its in self._sealed.items() if its.cut in (*keep, *pinned) or at > self.committed
         }
-        return asked.Settle(self.epoch, oldest, tuple(keep), tuple(pinned), committed, cut)
+        epoch = self.epoch
 
-    def _have_settled(self, told: asked.Settle) -> None:
-        self._settles_first = False
-        if told.epoch == self.epoch:
-            self._settled = told.oldest, told.committed, told.cut
+        def done(_: list[Fields]) -> None:
+            self._settles_first = False
+            if epoch == self.epoch:
+                self._settled = oldest, committed, cut
+
+        told = asked.Settle(epoch, oldest, tuple(keep), tuple(pinned), committed, cut)
+        return self._ask_all(Step.SETTLE, told, done)
 
     # ---- what is there ------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ import pytest
 
 from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.native import (
-    BarrierBrokenError,
     CollectiveGroup,
     Policy,
     ProcessFailedError,
@@ -112,24 +111,6 @@ def test_ranks_on_both_nodes_reduce_together(tmp_path: Path) -> None:
     assert [one["total"] for one in seen] == [10] * 4
     # Rank, local rank, ranks on the node, node, all ranks.
     assert [one["place"] for one in seen] == [[0, 0, 2, 0, 4], [1, 1, 2, 0, 4], [2, 0, 2, 1, 4], [3, 1, 2, 1, 4]]
-
-
-def test_a_waiting_member_that_its_group_ends_does_not_count(tmp_path: Path) -> None:
-    with barrier_of(3) as barrier, group_of(2, ddict_members.wait_for_others, barrier, str(tmp_path)) as group:
-        wait_until(lambda: barrier.n_waiting == 2, "two waiting")
-        group.kill()
-        group.join(timeout=DEADLINE_S)  # ended by the group itself: no failure
-        wait_until(lambda: barrier.broken, "their connections have ended")
-        with pytest.raises(BarrierBrokenError, match="died, or gave up"):
-            barrier.wait(timeout=DEADLINE_S)
-
-
-def test_a_member_that_never_waited_breaks_no_barrier_when_its_group_ends_it(tmp_path: Path) -> None:
-    with barrier_of(2) as barrier:
-        with group_of(1, ddict_members.hang, str(tmp_path), False, barrier) as group:
-            (puid,) = puids_of(group)
-            wait_until(lambda: (tmp_path / str(puid)).exists(), "the start of the member")
-        assert not barrier.broken
 
 
 @pytest.mark.parametrize("node", [-1, 2])

@@ -64,7 +64,7 @@ class Manager(Share):
     """A manager's share of the keys."""
 
     def __init__(self) -> None:
-        super().__init__(OPTIONS, CutTable())
+        super().__init__(0, OPTIONS, CutTable())
 
     def answer(self, request: asked.Request) -> dict[str, Any]:
         """Do what the coordinator asks for."""

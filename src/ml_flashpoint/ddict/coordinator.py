@@ -186,7 +186,8 @@ class Coordinator:
                 with self._changed:
                     self._busy = False
                     self.rules.ended(ask, is_done=is_done)
-                    self._opened.notify_all()
+                    if step is Step.BEGIN:
+                        self._opened.notify_all()
                     self._changed.notify_all()
 
     def _carry_out(self, ask: Ask) -> None:

@@ -94,7 +94,7 @@ class Manager:
         self.links = Links(locator(configuration, config.get("place")), configuration.secret)
         self._restarted = config.get("restarted") is True
         self.table = CutTable()
-        self.share = Share(self.rules, self.table, epoch=-1 if self._restarted else 0)
+        self.share = Share(number, self.rules, self.table, epoch=-1 if self._restarted else 0)
         self.shard = self.share.shard
         self._begun = threading.Lock()
         self.store = PartStore(configuration.node_folder(number), number, configuration.managers)

@@ -110,8 +110,8 @@ class Share:
         fence: of the handles that have written in this epoch. Requests of earlier ones are refused anyhow.
     """
 
-    def __init__(self, options: Options, table: CutTable, *, epoch: int = 0) -> None:
-        self.options, self.table, self.epoch = options, table, epoch
+    def __init__(self, number: int, options: Options, table: CutTable, *, epoch: int = 0) -> None:
+        self.number, self.options, self.table, self.epoch = number, options, table, epoch
         self.shard = Shard(is_final=not options.snapshots)
         self.fence = Fence()
         self.lost: DDictManagerLostError | None = None
@@ -124,7 +124,7 @@ class Share:
     def check_epoch(self, epoch: int) -> None:
         """Refuse what belongs to another epoch."""
         if epoch != self.epoch:
-            raise self.lost or StaleEpochError(f"the manager is in epoch {self.epoch}")
+            raise self.lost or StaleEpochError(f"manager {self.number} is in epoch {self.epoch}", manager=self.number)
 
     def check_read(self, whose: Whose) -> None:
         """Refuse a read of another epoch, and what its handle gave up before."""
@@ -138,7 +138,7 @@ class Share:
         self.check_epoch(whose.epoch)
         self.fence.hear(whose.handle, whose.generation, self.epoch)
         if whose.handle in self._discarded and self._discarded[whose.handle].dead:
-            raise StaleEpochError("the connection of this handle's process broke")
+            raise StaleEpochError("the connection of this handle's process broke", manager=self.number)
         self.check_writable()
         return {"late": self._cut} if whose.checkpoint_id <= self._cut_at else {}
 
@@ -188,7 +188,7 @@ class Share:
         """Note what belongs to a cut; see `Prepare`. Return True if parts are needed no more."""
         self.check_epoch(told.epoch)
         if told.cut <= self._cut:
-            raise DDictError(f"cut {self._cut} has been asked for since")
+            raise DDictError(f"cut {self._cut} has been asked for since", manager=self.number)
         is_less = self.table.retain(lambda each: each <= told.committed)
         self.table.add(told.cut, told.checkpoint_id, self.shard.cut(told.checkpoint_id))
         self._cut, self._cut_at = told.cut, told.checkpoint_id

@@ -309,7 +309,7 @@ class Manager:
             if told.epoch > self.share.epoch or not self._ready.is_set():
                 if not self._ready.is_set():
                     self._failures |= self.cuts.recover(told.sealed)  # what was committed since it asked
-                if told.restored is not None and (self.parts.has_read or self.table.get(told.keep[0]) is None):
+                if told.restored is not None and self.table.get(told.keep[0]) is None:
                     entries = self.parts.take(version_of(told.restored))
                     with self.changed:
                         self.table.retain(lambda cut: False)

@@ -21,10 +21,10 @@ import torch
 from benchmarks import loop, page, peers
 from benchmarks.cuda import __main__ as on_gpus
 from benchmarks.cuda.report import TINY, Row, Run, carried_out
-from benchmarks.rivals import environments, running, worker
+from benchmarks.rivals import environments, running
 from benchmarks.rivals.catalogue import KINDS
-from benchmarks.rivals.kinds import Kind, Saves
-from benchmarks.rivals.loops import LOOPS, Loop
+from benchmarks.rivals.kinds import Kind
+from benchmarks.rivals.loops import LOOPS
 from benchmarks.tables import TABLES
 from benchmarks.timing import Memcpy, Result
 from tests.support.forked import Report, call, wait_until
@@ -204,42 +204,6 @@ def test_a_section_that_fails_is_told_of_and_no_time_is_overrun() -> None:
 
 
 # ---- beside others ---------------------------------------------------------------------------------------------
-
-
-class _Clock:
-    now = 0.0
-
-
-class Held(Saves):
-    """Takes 1 s in the call, 0.25 s before the update, and 0.5 s in a hook of its own; other time is not held."""
-
-    warmups = 1
-
-    def __init__(self, loop: Loop, folder: Path) -> None:
-        super().__init__(loop, folder)
-        loop.model.register_forward_pre_hook(lambda *_: _take(8.0))
-        loop.optimizer.register_step_pre_hook(lambda *_: _take(0.5))
-
-    def save(self, step: int) -> None:
-        _take(1.0)
-
-    def before_update(self) -> None:
-        _take(0.25)
-
-    def settle(self) -> None:
-        _take(16.0)
-
-
-def _take(seconds: float) -> None:
-    _Clock.now += seconds
-
-
-def test_time_held_is_what_is_spent_in_the_call_and_before_the_next_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "now", lambda: _Clock.now)
-    found = worker.measured(Kind("held", "held", f"{__name__}:Held"), Loop("short", 0.001), 2, tmp_path)
-    assert (found.held, found.alone, found.saving) == ([1.75] * 4, [8.75] * 2, [9.75] * 2)
 
 
 def test_a_rival_that_cannot_be_run_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

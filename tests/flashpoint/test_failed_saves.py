@@ -69,21 +69,6 @@ def test_strict_raises_failures(base: Path) -> None:
         fp.close()
 
 
-def test_full_tmpfs(small_tmpfs: Path) -> None:
-    base, stored = small_tmpfs / "job", Stored()
-    with Flashpoint(base) as fp:
-        fp.track(stored=stored)
-        for step, (numbers, last_saved) in enumerate([(50_000, 1), (1_250_000, 1), (50_000, 3)], 1):
-            stored.value = torch.full((numbers,), float(step))
-            fp.step()
-            assert fp.wait()
-            assert (fp.last_saved, fp.health.degraded) == (last_saved, step == 2)
-        assert fp.health.failures == 1
-        assert "bytes" in str(fp.health.last_error)
-    assert resumed(base, stored=stored) == 3
-    assert stored.value.unique().tolist() == [3.0]
-
-
 class WithExtra(nn.Linear):
     def get_extra_state(self) -> Any:
         return Custom(1)

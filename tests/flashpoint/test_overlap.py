@@ -278,32 +278,6 @@ def test_nothing_is_copied_late_once_a_step_was_captured(base: Path, job: Job, m
     assert_loaded(base, saved, step)
 
 
-class Teacher(Net):
-    """A model with an average of itself that has no gradients, and is brought up to date in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for one, other in zip(self.teacher.parameters(), self.first.parameters(), strict=True):
-            one.data.mul_(0.5).add_(other.data, alpha=0.5)
-        out: torch.Tensor = super().forward(x) - self.teacher(x)
-        return out
-
-
-def test_what_an_optimizer_has_and_does_not_update_is_copied_at_once(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = on_device(monkeypatch, Job(Teacher))
-    with Flashpoint(base, strict=True, overlap=True) as fp:
-        fp.track(**job.tracked).resume()
-        saved = saved_by_loop(fp, job, LOCKED + 2)
-        job.step()
-    assert job.device.late
-    assert_loaded(base, saved, LOCKED + 2, Teacher)
-
-
 class Walked(Net):
     """A model that has a say in its state dict, so that every save walks through it."""
 

@@ -95,14 +95,11 @@ def plain_loop(seed: int, processes: int) -> tuple[float, int]:
     return total / (processes * 1000), rollbacks
 
 
-def seed_with_rollbacks(processes: int) -> int:
-    return next(seed for seed in range(100) if plain_loop(seed, processes)[1] >= 3)
-
-
-def test_thirty_processes_average_what_a_plain_loop_does(tmpfs: Path) -> None:
-    seed = seed_with_rollbacks(30)
-    expected, rollbacks = plain_loop(seed, 30)
-    output = run("averaging", tmpfs, "--seed", seed)
+@pytest.mark.parametrize("processes", [12, pytest.param(30, marks=pytest.mark.soak)])
+def test_processes_average_what_a_plain_loop_does(tmpfs: Path, processes: int) -> None:
+    seed = next(seed for seed in range(1000) if plain_loop(seed, processes)[1] >= 3)
+    expected, rollbacks = plain_loop(seed, processes)
+    output = run("averaging", tmpfs, "--seed", seed, "--processes", processes)
     (average,) = re.findall(r"^Final average from all processes is (\S+)$", output, re.MULTILINE)
     # Summed in another order, hence not bit for bit.
     assert math.isclose(float(average), expected, rel_tol=1e-9, abs_tol=1e-12)

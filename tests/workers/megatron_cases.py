@@ -1,7 +1,7 @@
 """Cases of the Megatron-LM door on several ranks, each beside megatron-core's own `torch_dist` where that can be.
 
 Arguments are names of cases; each runs on a base container of its own, and its outcome is reported. Started by
-tests/e2e/test_megatron_ranks.py.
+tests/e2e/test_megatron.py.
 """
 
 from __future__ import annotations

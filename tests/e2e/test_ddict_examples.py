@@ -24,7 +24,6 @@ from tests.support.processes import suspend
 pytestmark = [pytest.mark.slow(190), pytest.mark.timeout(600)]
 
 EXAMPLES = REPOSITORY / "examples" / "ddict"
-PRELOADED = ("ml_flashpoint.ddict", "ml_flashpoint.ddict.native")
 DEADLINE_S = 250.0
 
 
@@ -33,7 +32,7 @@ class Program(Cluster):
 
     def __init__(self, name: str, temporary: Path, tmpfs: Path, args: tuple[object, ...]) -> None:
         env = {"FLASHPOINT_DDICT_BASE": str(tmpfs), "TMPDIR": str(temporary)}
-        super().__init__(temporary / "root", EXAMPLES / f"{name}.py", args=args, env=env, preload=PRELOADED)
+        super().__init__(temporary / "root", EXAMPLES / f"{name}.py", args=args, env=env)
         self._temporary, self._tmpfs = temporary, tmpfs
 
     def end(self, code: int = 0) -> str:

@@ -2,7 +2,8 @@
 #
 #   make check   format, lint, types and the quick tests: under two minutes, for before every commit
 #   make test    the same lint and every test, real multi-process jobs included: what CI runs
-#   make test-nemo   the last part of `make test`: what needs NeMo, in .venv-nemo, which it makes (3 GB, some minutes)
+#   make test-units, make test-jobs   two parts of `make test`, which run beside each other and beside the next three
+#   make test-nemo   likewise: what needs NeMo, in .venv-nemo, which it makes (3 GB, some minutes)
 #   make test-megatron   likewise: what needs megatron-core, with the newest release that is supported, in .venv-megatron,
 #                which it makes (5 GB, a minute or two); says so, and is done, where there is no Python 3.12
 #   make test-trainers   likewise: what needs torchtitan and DeepSpeed, in .venv-trainers, which it makes on top of .venv (a minute)

@@ -63,7 +63,7 @@ def test_on_several_ranks(case_runs: CaseRuns, world_size: int, name: str) -> No
             preload=warm.MEGATRON,
         )
 
-    case_runs.of(world_size, make).check(name)
+    case_runs.check(world_size, make, name)
 
 
 def run(tmpfs: Path, placement: tuple[int, ...], name: str) -> None:

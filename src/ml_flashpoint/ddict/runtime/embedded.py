@@ -133,7 +133,8 @@ class EmbeddedRuntime(Runtime):
                     # Signals of the terminal are for the creator: what it leaves behind then ends by itself.
                     start_new_session=True,
                 )
-            control.send(told)
+            with contextlib.suppress(OSError):  # it ended at once, which is heard next
+                control.send(told)
             return control, process
         except (OSError, ValueError) as error:
             raise DDictError(f"the processes of managers cannot be made: {error}") from error

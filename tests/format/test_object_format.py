@@ -407,6 +407,7 @@ class TestDistrust:
             {"a": described("U9")},
             {"a": described("F6_E2M3", (4,), (0, 3))},
             {"a": described("F4", (), (0, 4))},
+            {"a": described("F32", {}, (0, 4))},
             {"a": described("F4", (9,), (0, 4))},
             {"a": described(shape=[True, 4])},
             {"a": described(shape=[-2, -2])},
@@ -438,7 +439,12 @@ class TestDistrust:
             ({"bytes": ["b"]}, {"a": described()}),
             ({"bytes": ["a"]}, {"a": described("I8")}),
             ({"bytes": ["a"]}, {"a": described(shape=(2, 2))}),
+            ({"bytes": {"a": ""}}, {"a": described()}),
             ({"dtypes": {"b": "int8 4"}}, {"a": described()}),
+            ({"dtypes": {"a": "int8 +4"}}, {"a": described()}),
+            ({"dtypes": {"a": "int8 \u0664"}}, {"a": described()}),
+            ({"aliases": {"a": "a"}}, {"a": described()}),
+            ({"aliases": {"__metadata__": "a"}}, {"a": described()}),
             ({"dtypes": {"a": "int8 4"}}, {"a": described("I8")}),
             ({"dtypes": {"a": "int8"}}, {"a": described()}),
             ({"dtypes": {"a": "int16 4"}}, {"a": described()}),
@@ -484,6 +490,8 @@ class TestDistrust:
             parse_header(file, len(file))
         with pytest.raises(ObjectFormatError):
             header_length(file[:8], len(file))
+        with pytest.raises(ObjectFormatError):
+            header_length(struct.pack("<Q", max(length, MAX_HEADER_BYTES + 1)), 2**62)
 
     @pytest.mark.slow
     def test_deep_brackets_do_not_end_the_process(self) -> None:

@@ -1,9 +1,10 @@
 """A simulation of rounds, slots and recovery that drives the decisions of `ml_flashpoint.engine.rounds`.
 
 Deterministic: a seed gives a schedule of save calls, commits, pushes, answers and verdicts on 1 to 5 ranks and 1 to 4
-nodes, with saves that fail, saves that somebody waits for, ranks that do not agree on who writes what, messages that
-are late, readers, versions that are persisted, a store that cannot be reached, crashes, lost nodes, nodes that come
-back with old memory, and jobs that go back to an older version. `World.play` raises `Violation` if a promise is broken.
+nodes, with saves that fail, saves that somebody waits for, on all ranks or on one, ranks that do not agree on who
+writes what, ranks that are ahead of others, processes that stop for a while, messages that are late, readers, versions
+that are persisted, a store that cannot be reached, crashes, lost nodes, nodes that come back with old memory, and jobs
+that go back to an older version. `World.play` raises `Violation` if a promise is broken.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ BROKEN = {
     "no verdict rides": "a push does not carry the pusher's verdict",
     "answer at commit": "a rank answers that its part is copied when the part is committed",
     "no slack": "after a round without result the next one begins with the very next save",
+    "slack adds up": "a rank that comes too late for a round puts off the next one, from wherever the round had begun",
+    "impatience": "rank 0 goes back to an explicit save as soon as it has called nothing for a moment",
     "greedy slots": "a rank makes more than keep + 1 slots as soon as there is memory",
     "empty first verdict": "the first verdict lists nothing",
     "one try": "the recovered version is retained for one round only",
@@ -123,7 +126,7 @@ class CarelessLeader(Leader):
         answers: Iterable[Answer],
         *,
         since_s: float = math.inf,
-        is_idle: bool = True,
+        idle_s: float = math.inf,
         persister_is_busy: bool = False,
     ) -> Verdict | None:
         found = [each for each in answers if each.number == self.member.verdict.number]
@@ -133,7 +136,11 @@ class CarelessLeader(Leader):
         if self.broken == "mixed tables":
             found = [each._replace(table="") for each in found]
         is_busy = persister_is_busy and self.broken != "due while busy"
-        verdict = Leader.decide(self, found, since_s=since_s, is_idle=is_idle, persister_is_busy=is_busy)
+        if self.broken == "slack adds up":
+            self.offset = max(self.offset, self.slack)
+        if self.broken == "impatience":
+            self.spoilt = 0
+        verdict = Leader.decide(self, found, since_s=since_s, idle_s=idle_s, persister_is_busy=is_busy)
         if verdict is None:
             return None
         if self.broken == "hopeless saves":
@@ -167,13 +174,15 @@ class World:
         self.nodes = 1 if alone else min(rng.randint(2, 4), self.ranks)
         self.home = [rank * self.nodes // self.ranks for rank in range(self.ranks)]
         self.holders = self._holders()
-        self.skew, self.stride = rng.randint(1, 3), rng.choice([1, 10])
+        self.skew, self.stride = rng.choice([1, 2, 3, 8]), rng.choice([1, 10])
+        self.stalls, self.second = rng.choice([0.0, 0.0, 0.001]), rng.choice([1_000, 10_000])
         every = rng.choice([None, None, 2, 3])
         self.keep = Keep(rng.randint(1, 3 if every is None else 2), every and every * self.stride, rng.randint(1, 2))
         self.persist_every = rng.choice([0, 1, 3]) * self.stride
         self.pace = rng.choice([0.5, 0.5, 0.02])
         self.extra = rng.randint(0, 3 if self.persist_every else 2)
-        self.explicit_every, self.blocks = rng.choice([0, 0, 1, 3, 7]), rng.random() < 0.5
+        self.explicit_every = rng.choice([0, 0, 1, 3, 7])
+        self.blocked_ranks = rng.choice([[], range(self.ranks), [rng.randrange(self.ranks)]])
         held = Counter(self.home[holder] for holders in self.holders for holder in holders)
         own = Counter(self.home)
         self.room = [
@@ -193,7 +202,8 @@ class World:
         self.durable: dict[SaveId, dict[int, tuple[SaveId, int]]] = {}
         self.completed = 0
         self.readers: list[tuple[int, Slot, SaveId, int, bool]] = []
-        self.stopped: set[int] = set()
+        self.stopped: dict[int, float] = {}
+        """Ranks whose processes are stopped, and until when."""
         self.processes: list[Process] | None = None
         self.changed = True
         self.opening: Iterator[None] | None = self.open()
@@ -252,13 +262,14 @@ class World:
         """Have the program save, unless it is busy or too far ahead of the others."""
         assert self.processes is not None
         mine = self.processes[rank]
-        if rank in self.stopped or mine.calls >= self.last_call or mine.staging or mine.waiting:
+        if mine.calls >= self.last_call or mine.staging or mine.waiting:
             return
         if mine.blocked is not None:
             if mine.blocked in mine.pending and not self.is_over(mine):
                 return
             mine.blocked = None
-        slowest = min(self.processes[other].calls for other in range(self.ranks) if other not in self.stopped)
+        running = [other for other in range(self.ranks) if self.stopped.get(other, 0) < math.inf]
+        slowest = min(self.processes[other].calls for other in running)
         if mine.calls >= slowest + self.skew:
             return
         mine.calls += 1
@@ -272,9 +283,9 @@ class World:
         mine.pending[save] = is_explicit
         self.tables.setdefault(save, {})[rank] = table
         if is_explicit:
-            mine.blocked = save if self.blocks else None
+            mine.blocked = save if rank in self.blocked_ranks else None
             mine.must_end = mine.calls > self.calm_after
-            mine.deadline = self.now + (20_000 if mine.must_end else self.patience)
+            mine.deadline = self.now + (50_000 if mine.must_end else self.patience)
         if self.fails(0.015) or (is_explicit and not is_last and self.random.random() < 0.02):
             mine.member.fail(save)
             mine.pending.pop(save)
@@ -360,6 +371,10 @@ class World:
             member.end(member.target, Outcome.COPIED)
         elif mine.push is not None:
             holder, there = mine.push
+            if holder in self.stopped:
+                if self.random.random() < 0.01:  # its deadline
+                    member.end(member.target, Outcome.UNCOPIED)
+                return
             mine.push = None
             if self.fails():
                 there.spoil()
@@ -369,7 +384,7 @@ class World:
             mine.acknowledged.add(holder)
         elif self.fails():
             member.end(member.target, self.random.choice([Outcome.UNCOPIED, Outcome.LOST]))
-        else:
+        elif todo[0] not in self.stopped:
             self.offer(rank, todo[0], member.target)
 
     def offer(self, rank: int, holder: int, save: SaveId) -> None:
@@ -439,8 +454,8 @@ class World:
             return
         is_busy = self.processes[0].persisting is not None
         since_s = math.inf if self.random.random() < 0.5 else 0.0
-        is_idle = self.now > self.called + 2000
-        verdict = self.leader.decide(self.answers.values(), since_s=since_s, is_idle=is_idle, persister_is_busy=is_busy)
+        idle_s = (self.now - self.called) / self.second
+        verdict = self.leader.decide(self.answers.values(), since_s=since_s, idle_s=idle_s, persister_is_busy=is_busy)
         if verdict is None:
             return
         if self.broken == "published first" and self.random.random() < 0.5:
@@ -626,7 +641,7 @@ class World:
     def crash(self, lost: int | None = None) -> None:
         """End all processes. One node may be lost, be replaced, or be the old one that was replaced before."""
         self.seen["crashes" if lost is None else "lost nodes"] += 1
-        self.processes = None
+        self.processes, self.stopped = None, {}
         if lost is not None:
             old, self.memory[lost] = self.memory[lost], self.parked.pop(lost, Node())
             self.readers = [reader for reader in self.readers if reader[0] != lost]
@@ -715,9 +730,18 @@ class World:
         if self.faults and rng.random() < 0.02:
             self.store_is_up = not self.store_is_up
         if self.processes is not None and self.opening is None:
+            self._stop_some()
             act, arguments = self._next_act()
-            act(*arguments)
+            if not self.stopped.keys() & ({0} if act == self.lead else set(arguments)):
+                act(*arguments)
         self.check()
+
+    def _stop_some(self) -> None:
+        """Have a process stop for a while, and others go on."""
+        self.stopped = {rank: until for rank, until in self.stopped.items() if until > self.now}
+        if self.stalls and self.random.random() < self.stalls:
+            rank = self.random.choice([0, self.random.randrange(self.ranks)])
+            self.stopped.setdefault(rank, self.now + self.random.randint(50, 1500))
 
     def _next_act(self) -> tuple[Callable[..., None], tuple[int, ...]]:
         if not self.weights:
@@ -730,7 +754,7 @@ class World:
             self.weights |= {n: 1.0 for n, (act, _) in enumerate(self._acts) if act == self.persist}
         return self.random.choices(self._acts, list(self.weights.values()))[0]
 
-    def play(self, *, ticks: int = 1500, quiet: int = 40_000, stop_one: bool = False) -> None:
+    def play(self, *, ticks: int = 1500, quiet: int = 100_000, stop_one: bool = False) -> None:
         """Play a schedule: with faults for a while, then without until all that was promised has come.
 
         Args:
@@ -747,10 +771,10 @@ class World:
         while self.processes is None or self.opening is not None:
             self.tick()
         if stop_one:
-            self.stopped.add(self.random.randrange(self.ranks))
+            self.stopped[self.random.randrange(self.ranks)] = math.inf
             self.patience = 100
             before = [process.calls for process in self.processes]
-            running = [rank for rank in range(self.ranks) if rank not in self.stopped]
+            running = [rank for rank in range(self.ranks) if self.stopped.get(rank, 0) < math.inf]
             for number in range(quiet):
                 self.tick()
                 if number >= 1500 and all(self.processes[rank].calls > before[rank] for rank in running):

@@ -173,18 +173,6 @@ def test_an_explicit_save_before_the_save_of_the_round_is_verified_at_once(
     job.await_verified(10)
 
 
-def test_a_round_goes_back_to_an_explicit_save_only_once_rank_0_calls_no_more(
-    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
-) -> None:
-    job = begin(2, in_process, Verdict(0, (), SaveId(1, 500)))
-    job.save(10)
-    time.sleep(0.2)  # a step of training
-    began = time.monotonic()
-    job.save(20, explicit=True)
-    job.await_verified(20)
-    assert time.monotonic() - began >= 0.4, "twice the time between two saves"
-
-
 def test_what_is_due_to_be_persisted_is_told_to_all_and_nothing_while_the_persister_is_busy(
     begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
 ) -> None:

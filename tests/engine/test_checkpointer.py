@@ -98,6 +98,21 @@ def test_versions_are_removed_where_there_is_no_room_for_anything(small_tmpfs: P
         jobs.begin_and_commit(checkpointer, 1).verified.result(30)
 
 
+def test_a_full_tmpfs_is_an_error_when_it_is_opened_that_says_what_to_do(small_tmpfs: Path) -> None:
+    others = fill_up(small_tmpfs)
+    with pytest.raises(CapacityError, match=r"no room for the record of a run.*enlarge the tmpfs.*or free memory"):
+        Checkpointer(small_tmpfs / "job")
+    others.unlink()
+    with Checkpointer(small_tmpfs / "job") as checkpointer:
+        jobs.begin_and_commit(checkpointer, 1).verified.result(30)
+        others = fill_up(small_tmpfs)
+    with Checkpointer(small_tmpfs / "job") as checkpointer:
+        with pytest.raises(CapacityError, match="no room for the record of a run"):
+            checkpointer.latest()
+        others.unlink()
+        assert checkpointer.latest() == checkpointer.id(1)
+
+
 def test_of_two_in_one_process_the_later_one_counts(tmpfs: Path) -> None:
     with Checkpointer(tmpfs / "job") as first:
         jobs.begin_and_commit(first, 1).verified.result(30)

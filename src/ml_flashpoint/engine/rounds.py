@@ -8,6 +8,16 @@ older than ``first``. It follows from the calls alone, so the moment at which a 
 matter. A rank retains what its newest verdict lists, and its part of the round's save. It has the holders copy that
 part, answers once, and keeps the part until a newer verdict. The leader, rank 0, decides: all have copied the same
 save, or the ranks go on without it.
+
+Ranks may be ahead of rank 0, for ever where no collective holds them together. So the leader begins a round later than
+with its own next save by ``slack`` saves: by as many as some rank was ahead when it learned of a round. That is the
+number of saves by which the rank came too late, counted from where the round had begun. A success halves the slack.
+
+Until the save of such a round comes, rank 0's program may wait for an explicit save, and call no more. After a while
+without a call, the leader passes over older explicit saves if some rank has answered, for that rank has passed them.
+Else it gives the round up for the newest explicit save, and goes on with the round if that one is lost. If a rank
+then comes too late for the round, the while was too short: it doubles, and each success halves it. Without this rule,
+a program that only trains for longer than the while would have every round given up before the round's save comes.
 """
 
 from __future__ import annotations
@@ -26,7 +36,9 @@ from ml_flashpoint.ranks.retention import Keep, kept, passes_multiple
 NOTHING = SaveId(0, 0)
 """Older than every save."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-_MOST_LOST = 16
+_IDLE_S = 0.05
+"""After so long without a save, rank 0's program may be waiting for one."""
+_MOST_LOST = _MOST_DOUBLINGS = 16
 
 
 class Fate(enum.Enum):
@@ -227,7 +239,13 @@ class Leader:
 
     Attributes:
         persist_every: steps. The first verified save at or after each multiple is due to be persisted; 0 for none.
-        slack: saves by which the next round begins later, because ranks have learned of rounds too late.
+        slack: saves by which the next round begins later than with rank 0's next save, because ranks are ahead.
+        offset: saves by which this round began later than that; negative if rank 0 had called its save before.
+        given_up: `Verdict.first` of the round that was given up for an explicit save, and is to go on; `NOTHING` if
+            there is none.
+        spoilt: rounds that were given up, and then came too late for a rank; one less after each success. Each doubles
+            the time without a call after which a round is given up.
+        highest: the newest `Verdict.first`: no round begins with an older save that is not explicit.
         lost: saves that some rank has no part of, newer than the newest verified one. No round begins with one.
         tries: rounds in a row that began about the save of the round before, because that one had no result.
         due_after: step of the last save that was due to be persisted, or that the run goes on from.
@@ -237,11 +255,16 @@ class Leader:
     ranks: int
     persist_every: int = 0
     slack: int = 0
+    offset: int = 0
+    given_up: SaveId = NOTHING
+    spoilt: int = 0
+    highest: SaveId = NOTHING
     lost: set[SaveId] = field(default_factory=set)
     tries: int = 0
     due_after: int = 0
 
     def __post_init__(self) -> None:
+        self.highest = self.member.verdict.first
         self.due_after = max(self.member.verdict.retained, default=NOTHING).step
 
     def decide(
@@ -249,7 +272,7 @@ class Leader:
         answers: Iterable[Answer],
         *,
         since_s: float = math.inf,
-        is_idle: bool = True,
+        idle_s: float = math.inf,
         persister_is_busy: bool = False,
     ) -> Verdict | None:
         """Return the next verdict; None while the round is open.
@@ -257,21 +280,40 @@ class Leader:
         Args:
             answers: of any rounds, at most one from each rank.
             since_s: seconds since the newest verdict. Rounds about one save begin with pauses that grow.
-            is_idle: True if rank 0 has called no save for longer than between its last two: its program may wait.
+            idle_s: seconds since rank 0 has called a save.
             persister_is_busy: nothing becomes due to be persisted just now.
         """
         old = self.member.verdict
         found = [answer for answer in answers if answer.number == old.number]
         written = {(answer.save, answer.table) for answer in found}
         if len(written) > 1 or {answer.outcome for answer in found} - {Outcome.COPIED}:
-            return self._go_on_without(old, found, since_s)
-        if len(found) == self.ranks:
-            return self._verify(old, found[0].save, persister_is_busy)
-        if not is_idle:
+            verdict = self._go_on_without(old, found, since_s)
+        elif len(found) == self.ranks:
+            verdict = self._verify(old, found[0].save, persister_is_busy)
+        else:
+            verdict = self._go_back(old, found, idle_s)
+        if verdict is not None and verdict.first != old.first:
+            self.offset, self.highest = self._offset(verdict.first), max(self.highest, verdict.first)
+        return verdict
+
+    def may_be_waited_for(self, idle_s: float) -> bool:
+        """Return True if rank 0's program may wait for an explicit save that is older than the round's: the answers of
+        some ranks decide then."""
+        is_idle = idle_s >= _IDLE_S * 2 ** min(self.spoilt, _MOST_DOUBLINGS)
+        verdict = self.member.verdict
+        return is_idle and any(save < verdict.first and save not in verdict.lost for save in self.member.explicit)
+
+    def _go_back(self, old: Verdict, found: Sequence[Answer], idle_s: float) -> Verdict | None:
+        """Return the verdict by which an open round passes over explicit saves, or ends for one; None to leave it."""
+        first, has_come, may_wait = old.first, self.member.target is not None, self.may_be_waited_for(idle_s)
+        waited = [save for save in self._explicit(old.newest)[0] if save < first]
+        if has_come or (found and may_wait):  # some rank has passed these, and the round is not given up for them
+            self.lost.update(waited)
+        elif not may_wait:
             return None
-        first, (waited, lost) = old.first, self._explicit(old.newest)
-        if waited and self.member.target is None and old.recovered is None:
-            first = min(first, waited[-1])  # the round's save will not come before this one is verified
+        elif waited and old.recovered is None:
+            first, self.given_up = waited[-1], first
+        lost = tuple(save for save in self._explicit(old.newest)[1] if save < old.first or save in old.lost)
         if (first, lost) == (old.first, old.lost):
             return None
         return old._replace(number=old.number + 1, first=first, lost=lost)
@@ -283,12 +325,15 @@ class Leader:
         lost = {answer.save for answer in found if answer.outcome is Outcome.LOST or answer.save < newest}
         if len({answer.table for answer in found if answer.save == newest}) > 1:
             lost.add(newest)
-        slack = self.slack + max(answer.late for answer in found)
+        late = max(answer.late for answer in found)
+        slack = max(self.slack, self.offset + late)
         waited = [save for save in self._explicit(old.newest)[0] if save not in lost]
         if old.recovered is not None:
             first = old.recovered
-        elif waited and not slack:
+        elif waited and not (slack and late):
             first = waited[-1]  # older ones have slots that this one may need
+        elif self.given_up > max([old.first, *self.member.calls]):
+            first = self.given_up
         else:
             first = max([self._later(slack), *(SaveId(save.run, save.step + 1) for save in lost)])
         is_repeat = old.first <= first <= newest
@@ -296,15 +341,17 @@ class Leader:
         if is_repeat and self.tries and since_s < pause_s:
             return None
         self.lost |= lost
+        self.spoilt += bool(late and old.first == self.given_up)
+        self.given_up = first if first == self.given_up else NOTHING
         self.slack, self.tries = slack, self.tries + 1 if is_repeat else 0
         return old._replace(number=old.number + 1, first=first, lost=self._explicit(old.newest)[1])
 
     def _verify(self, old: Verdict, save: SaveId, persister_is_busy: bool) -> Verdict:
         """Return the verdict that lists a save."""
-        self.slack, self.tries = max(self.slack - 1, 0), 0
+        self.slack, self.spoilt, self.tries, self.given_up = self.slack // 2, max(self.spoilt - 1, 0), 0, NOTHING
         self.lost = {each for each in self.lost if each > save}
-        parts = self.member.parts.items()
-        held = [each for each, is_committed in parts if is_committed and each > save and each not in self.lost]
+        parts = [each for each, is_committed in self.member.parts.items() if is_committed and each not in self.lost]
+        held = [each for each in parts if each > save and each >= self.highest]
         first, (waited, lost) = self._later(self.slack), self._explicit(save)
         if not self.slack:
             first = waited[0] if waited else max(held, default=first)
@@ -323,8 +370,17 @@ class Leader:
 
     def _later(self, slack: int) -> SaveId:
         """Return the first save that rank 0 has not called, or one later by ``slack`` saves of the program's stride."""
-        calls = list(self.member.calls)
-        if not calls:
-            return self.member.verdict.first
-        stride = calls[-1].step - calls[-2].step if len(calls) > 1 and calls[-1].run == calls[-2].run else 1
-        return SaveId(calls[-1].run, calls[-1].step + 1 + slack * stride)
+        last = next(reversed(self.member.calls), None)
+        return max(self.highest, SaveId(last.run, last.step + 1 + slack * self._stride)) if last else self.highest
+
+    def _offset(self, first: SaveId) -> int:
+        """Return the number of saves by which one comes after rank 0's next; negative if rank 0 has called it."""
+        if called := sum(save >= first for save in self.member.calls):
+            return -called
+        last = next(reversed(self.member.calls), first)
+        return max(first.step - last.step - 1, 0) // self._stride if last.run == first.run else 0
+
+    @property
+    def _stride(self) -> int:
+        calls = list(self.member.calls)[-2:]
+        return calls[1].step - calls[0].step if len(calls) > 1 and calls[0].run == calls[1].run else 1

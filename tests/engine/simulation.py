@@ -754,7 +754,7 @@ class World:
             self.weights |= {n: 1.0 for n, (act, _) in enumerate(self._acts) if act == self.persist}
         return self.random.choices(self._acts, list(self.weights.values()))[0]
 
-    def play(self, *, ticks: int = 1500, quiet: int = 100_000, stop_one: bool = False) -> None:
+    def play(self, *, ticks: int = 1500, quiet: int = 200_000, stop_one: bool = False) -> None:
         """Play a schedule: with faults for a while, then without until all that was promised has come.
 
         Args:

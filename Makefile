@@ -41,7 +41,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # `make check` and the unit tests too, though only jobs need it. With PYTEST_ARGS="-n 0" there are no workers, and tests
 # run in the machine's network. A worker that a test has killed is not replaced: that would run the test again, and then
 # wait for ever. Files come as tests/conftest.py puts them, those with slow tests first, and not those with many tests.
-SEVERAL_AT_A_TIME ?= -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+BY_FILE := --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+SEVERAL_AT_A_TIME ?= -n 3 $(BY_FILE)
 
 # Where CI is set, tests that failed run once more, alone, and both results are printed. One that passes then has raced,
 # which is a defect of the test: mend it. Elsewhere a failure is a failure. A cache for each run, since runs are beside
@@ -53,7 +54,7 @@ $(1) -m pytest -o cache_dir=.pytest_cache/$(2) $(3) || { code=$$?; test $$code =
 	    $(1) -m pytest -o cache_dir=.pytest_cache/$(2) --last-failed --last-failed-no-failures=none $(3) -n 0; }
 endef
 
-.PHONY: setup lint format check test test-units test-nemo test-megatron test-trainers test-bridge soak soak-megatron matrix demo bench bench-peers docs test-cuda bench-cuda clean distclean
+.PHONY: setup lint format check test test-jobs test-units test-nemo test-megatron test-trainers test-bridge soak soak-megatron matrix demo bench bench-peers docs test-cuda bench-cuda clean distclean
 
 setup: $(STAMP)
 
@@ -78,17 +79,24 @@ format: setup
 check: lint
 	$(BIN)/pytest $(SEVERAL_AT_A_TIME) --ignore=tests/e2e -m "not slow and not cuda and not soak" $(PYTEST_ARGS)
 
-# Jobs run several at a time where each worker may have a network of its own (as root): torchrun chooses the port of a job
-# seconds before the job listens there, and another job's many gloo groups, which listen at any port that is free,
-# would sooner or later be at that one. Other environments are made, and their tests run, beside those that are no jobs.
-JOBS_AT_A_TIME ?= $$($(BIN)/python -m tests.support.own_network && echo "$(SEVERAL_AT_A_TIME)")
+# Jobs run several at a time, and beside others, where each worker may have a network of its own (as root): torchrun
+# chooses the port of a job seconds before the job listens there, and another job's many gloo groups, which listen at any
+# port that is free, would sooner or later be at that one. In other environments, each worker takes half a minute to import
+# what is tested there, so there are fewer.
+HAS_NETWORKS = $(BIN)/python -m tests.support.own_network
+JOBS_AT_A_TIME ?= $$($(HAS_NETWORKS) && echo "$(SEVERAL_AT_A_TIME)")
+FEWER_AT_A_TIME ?= $$($(HAS_NETWORKS) && echo "-n 2 $(BY_FILE)")
 
 test: lint
-	$(MAKE) -j2 test-units test-nemo test-megatron test-trainers
+	$(MAKE) -j$$($(HAS_NETWORKS) && echo 2 || echo 1) test-jobs test-units test-nemo test-megatron test-trainers
+
+test-jobs: setup
 	$(call pytest,$(BIN)/python,jobs,$(JOBS_AT_A_TIME) -m "not soak" tests/e2e $(PYTEST_ARGS))
 
+# What test-megatron has is left out where that can be done: with the megatron-core here are its jobs and its conformance.
 test-units: setup
-	$(call pytest,$(BIN)/python,units,$(SEVERAL_AT_A_TIME) --ignore=tests/e2e -m "not soak" $(PYTEST_ARGS))
+	$(call pytest,$(BIN)/python,units,$(SEVERAL_AT_A_TIME) --ignore=tests/e2e \
+	    $$($(HAS_NEWER_PYTHON) && echo --ignore=tests/adapter/megatron) -m "not soak" $(PYTEST_ARGS))
 
 # NeMo wants older releases of much else, so it has an environment of its own. Its `lightning` extra leaves out what
 # `nemo.lightning` imports (nvidia-resiliency-ext), what its AutoResume does (pandas), what writes its context (nemo-run),
@@ -110,7 +118,7 @@ $(NEMO_STAMP): Makefile pyproject.toml
 	touch $@
 
 test-nemo: setup $(NEMO_STAMP)
-	$(call pytest,$(NEMO_BIN)/python,nemo,$(JOBS_AT_A_TIME) -p no:logging tests/adapter/nemo tests/e2e/test_nemo_*.py $(PYTEST_ARGS))
+	$(call pytest,$(NEMO_BIN)/python,nemo,$(FEWER_AT_A_TIME) -p no:logging tests/adapter/nemo tests/e2e/test_nemo_*.py $(PYTEST_ARGS))
 
 # megatron-core needs Python 3.12 since 0.17. The newest release that is supported, and in a folder beside it the oldest
 # of those; .venv-nemo has the oldest of all, and .venv one between. A large download that breaks off is tried again.
@@ -138,7 +146,7 @@ HAS_NEWER_PYTHON = $(BIN)/python -m tests.support.matrix --find 3.12 > /dev/null
 test-megatron: setup
 	@$(HAS_NEWER_PYTHON) || echo "skipped: what needs megatron-core 0.19, which needs Python 3.12: there is none here"
 	! $(HAS_NEWER_PYTHON) || $(MAKE) $(NEWER_STAMP)
-	! $(HAS_NEWER_PYTHON) || $(call pytest,$(NEWER_BIN)/python,megatron,$(JOBS_AT_A_TIME) -m "not soak" \
+	! $(HAS_NEWER_PYTHON) || $(call pytest,$(NEWER_BIN)/python,megatron,$(FEWER_AT_A_TIME) -m "not soak" \
 	    tests/adapter/megatron $(MEGATRON_JOBS) $(PYTEST_ARGS))
 
 # torchtitan and DeepSpeed change what other libraries do as soon as they can be imported, so they lie in an environment of
@@ -160,7 +168,7 @@ $(TRAINERS_STAMP): Makefile $(STAMP)
 test-trainers: setup
 	@$(HAS_TRAINERS) || echo "skipped: what needs torchtitan, which needs Python 3.11"
 	! $(HAS_TRAINERS) || $(MAKE) $(TRAINERS_STAMP)
-	! $(HAS_TRAINERS) || $(call pytest,$(TRAINERS_BIN)/python,trainers,$(JOBS_AT_A_TIME) -m "not soak" $(TRAINERS_JOBS) $(PYTEST_ARGS))
+	! $(HAS_TRAINERS) || $(call pytest,$(TRAINERS_BIN)/python,trainers,$(FEWER_AT_A_TIME) -m "not soak" $(TRAINERS_JOBS) $(PYTEST_ARGS))
 
 # Megatron-Bridge is for GPUs, and its own requirements need one: here is what its code imports where it saves and loads.
 BRIDGE_BIN := .venv-bridge/bin

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
 import sys
-from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -54,16 +51,8 @@ def test_a_folder_that_cannot_be_used(tmpfs: Path) -> None:
     assert (found.level, found.mend) == (BAD, "name a folder in it: /dev/shm/job-1")
 
 
-def test_a_disk_is_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(examination, "is_memory", lambda path: False)
-    found = _found(tmp_path / "job")["filesystem"]
-    assert found.level == BAD
-    assert found.mend.startswith("mount -t tmpfs -o size=")
-
-
-def test_options_of_the_mount(monkeypatch: pytest.MonkeyPatch, tmpfs: Path) -> None:
-    swap = namedtuple("swap", "total")
-    monkeypatch.setattr(psutil, "swap_memory", lambda: swap(8 << 30))
+def test_the_filesystem(monkeypatch: pytest.MonkeyPatch, tmpfs: Path) -> None:
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(total=8 << 30))
     monkeypatch.setattr(examination, "mount_of", lambda path: ("/dev/shm", "tmpfs", ("rw", "huge=within_size")))
     found = _found(tmpfs)
     assert (found["huge pages"].level, found["swap"].level) == (OK, NOTE)
@@ -71,6 +60,9 @@ def test_options_of_the_mount(monkeypatch: pytest.MonkeyPatch, tmpfs: Path) -> N
     monkeypatch.setattr(examination, "mount_of", lambda path: ("/dev/shm", "tmpfs", ("rw", "noswap")))
     found = _found(tmpfs)
     assert (found["huge pages"].level, found["swap"].level) == (NOTE, OK)
+    monkeypatch.setattr(examination, "is_memory", lambda path: False)
+    disk = _found(tmpfs)["filesystem"]
+    assert (disk.level, disk.mend.startswith("mount -t tmpfs -o size=")) == (BAD, True)
 
 
 def test_limits_of_the_process(tmpfs: Path) -> None:
@@ -86,35 +78,26 @@ def test_limits_of_the_process(tmpfs: Path) -> None:
     assert (done.returncode, done.stdout[:9]) == (0, "note 512:"), done.stderr
 
 
-def test_the_address_of_peers(monkeypatch: pytest.MonkeyPatch, tmpfs: Path) -> None:
+def test_the_environment(monkeypatch: pytest.MonkeyPatch, tmpfs: Path) -> None:
     assert _found(tmpfs)["route"].mend == "start it like the job, under torchrun or srun"
     monkeypatch.setenv("FLASHPOINT_HOST", "203.0.113.9")  # TEST-NET-3: nobody's
+    monkeypatch.setenv("FLASHPOINT_SEAL_DEADLINE_S", "soon")
     found = _found(tmpfs)
-    assert found["ports"].level == BAD
+    assert (found["ports"].level, found["variables"].level) == (BAD, BAD)
     assert "203.0.113.9" in found["ports"].text
+    assert "FLASHPOINT_SEAL_DEADLINE_S must be a positive number, got 'soon'" in found["variables"].text
     monkeypatch.setenv("FLASHPOINT_HOST", "127.0.0.1")
     found = _found(tmpfs)
     assert (found["ports"].level, found["route"].level) == (OK, OK)
-
-
-def test_a_route_that_is_not_the_fastest(monkeypatch: pytest.MonkeyPatch, tmpfs: Path) -> None:
-    def interface(speed: int) -> Any:
-        return SimpleNamespace(isup=True, speed=speed)
-
     addresses = {"eth0": [SimpleNamespace(address="127.0.0.1")], "ib0": [SimpleNamespace(address="10.1.0.1")]}
+    speeds = {"eth0": 1000, "ib0": 400_000}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
-    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth0": interface(1000), "ib0": interface(400_000)})
-    monkeypatch.setenv("FLASHPOINT_HOST", "127.0.0.1")
-    found = _found(tmpfs)["route"]
-    assert (found.level, found.text) == (NOTE, "127.0.0.1 is eth0, 1000 Mb/s, and ib0 is up with 400000 Mb/s")
-    assert "ib0" in found.mend
-
-
-def test_a_variable_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmpfs: Path) -> None:
-    monkeypatch.setenv("FLASHPOINT_SEAL_DEADLINE_S", "soon")
-    found = _found(tmpfs)["variables"]
-    assert found.level == BAD
-    assert "FLASHPOINT_SEAL_DEADLINE_S must be a positive number, got 'soon'" in found.text
+    monkeypatch.setattr(
+        psutil, "net_if_stats", lambda: {name: SimpleNamespace(isup=True, speed=each) for name, each in speeds.items()}
+    )
+    slow = _found(tmpfs)["route"]
+    assert (slow.level, slow.text) == (NOTE, "127.0.0.1 is eth0, 1000 Mb/s, and ib0 is up with 400000 Mb/s")
+    assert "ib0" in slow.mend
 
 
 def test_what_cannot_be_looked_at_hides_nothing_else(monkeypatch: pytest.MonkeyPatch, tmpfs: Path) -> None:
@@ -153,11 +136,6 @@ def test_what_is_found_between_nodes() -> None:
     failed, _ = _judge([of(0, 1.0), of(1, 0.0, "refused"), of(2, 2.0), of(3, 2.0)])
     assert failed.level == BAD
     assert "rank 1 has no copy: refused" in failed.text
-
-
-def test_findings_travel() -> None:
-    finding = Finding("clock", NOTE, "text", "mend")
-    assert Finding.from_json(json.loads(json.dumps(dataclasses.asdict(finding)))) == finding
 
 
 def _launch(tmpfs: Path, hosts: str, *options: str) -> tuple[list[int | None], str]:

@@ -1,4 +1,4 @@
-"""`flashpoint ls` and `flashpoint verify` on base containers made by the engine: sound, damaged, empty, live."""
+"""`flashpoint ls` and `flashpoint verify` on base containers and durable stores: sound, damaged, empty, live."""
 
 from __future__ import annotations
 
@@ -8,67 +8,56 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from typer.testing import CliRunner
 
-from ml_flashpoint.cli import output, view
+from ml_flashpoint.cli import listing, output, view
 from ml_flashpoint.cli.main import app
-from ml_flashpoint.format.names import manifest_name
-from ml_flashpoint.stores.location import BaseContainer
-from ml_flashpoint.tools.check import CheckedPart, check_part, look_at
+from ml_flashpoint.format.names import SaveId, manifest_name
+from ml_flashpoint.stores.durable import MARKER, DurableVersions
+from ml_flashpoint.stores.location import BaseContainer, open_durable
+from ml_flashpoint.tools.check import check_part, look_at
+from tests.support.commands import flashpoint
 from tests.support.forked import Child, call
 from tests.workers import cli_bases
-from tests.workers.cli_bases import BLOCK, RUN, Part
+from tests.workers.cli_bases import BLOCK, RUN, Part, content_of, manifest_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.stores_any_bytes]
+pytestmark = pytest.mark.stores_any_bytes
 
-
-def flashpoint(*args: object) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "ml_flashpoint.cli.main", *map(str, args)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60)
-
-
-def flashpoint_json(command: str, base: Path, *, code: int) -> Any:
-    done = flashpoint(command, base, "--json")
-    assert done.returncode == code, done
-    return json.loads(done.stdout)
+Out = pytest.CaptureFixture[str]
+SIZE = Part(0, 0).size
+RUN_TEXT = f"{RUN:08d}"
 
 
-def versions(base: Path, *, code: int = 0) -> dict[int, dict[str, Any]]:
-    found = flashpoint_json("ls", base, code=code)
-    return {version["step"]: version for version in found["versions"]}
+def told(command: str, source: object, capsys: Out, *, code: int = 0) -> Any:
+    capsys.readouterr()
+    assert flashpoint(command, source, "--json") == code
+    return json.loads(capsys.readouterr().out)
 
 
-def snapshot(base: Path) -> dict[str, tuple[int, ...]]:
-    found = {}
-    for path in [base, *base.rglob("*")]:
-        status = path.lstat()
-        found[str(path)] = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink)
-    return found
+def versions(base: Path, capsys: Out, *, code: int = 0) -> dict[int, dict[str, Any]]:
+    return {version["step"]: version for version in told("ls", base, capsys, code=code)["versions"]}
 
 
-def full(step: int) -> list[Part]:
+def states(found: Any) -> list[tuple[int, str]]:
+    return [(each["step"], each["state"]) for each in found["versions"]]
+
+
+def full(step: int, size: int = SIZE) -> list[Part]:
     """All four parts of a version, as node 0 with ranks 0 and 1 holds them."""
-    return [Part(0, step), Part(1, step), Part(2, step), Part(3, step)]
+    return [Part(rank, step, size=size) for rank in range(4)]
 
 
-@pytest.fixture
-def base(tmpfs: Path) -> Path:
-    return tmpfs / "job"
-
-
-def part_path(base: Path, part: Part, *, manifest: bool = False) -> Path:
-    folder = base / f"step-{part.step}_ckpt"
-    return folder / (manifest_name(part.rank, part.save_id) if manifest else part.name)
-
-
-def checked(base: Path) -> list[CheckedPart]:
-    store = BaseContainer(base)
-    looked = [part for version in store.versions() for part in look_at(store, version)]
-    return [check_part(store, part) for part in looked]
+def persist(store: DurableVersions, step: int, *, only: int | None = None) -> None:
+    for part in full(step)[:only]:
+        store.write_part(manifest_of(part), lambda part=part: [content_of(part)])  # type: ignore[misc]
+    if only is None:
+        store.complete(SaveId(RUN, step), 4)
 
 
 def flip(path: Path, offset: int) -> None:
@@ -79,176 +68,207 @@ def flip(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-# ---- what is listed ---------------------------------------------------------------------------------------------
+@pytest.fixture
+def base(tmpfs: Path) -> Path:
+    return tmpfs / "job"
 
 
-def test_a_save_of_the_real_engine_is_listed_and_verified(base: Path) -> None:
+@pytest.fixture(params=["base container", "durable store"])
+def kept(request: pytest.FixtureRequest, tmpfs: Path) -> Path:
+    """Steps 5 and 6 of four ranks, in memory or persisted."""
+    if request.param == "base container":
+        call(cli_bases.make, tmpfs / "job", [0, 1], [*full(5), *full(6)])
+        return tmpfs / "job"
+    store = open_durable(f"file://{tmpfs}/store")
+    for step in (5, 6):
+        persist(store, step)
+    return tmpfs / "store"
+
+
+def path_of(kept: Path, part: Part, *, manifest: bool = False) -> Path:
+    (folder,) = (path for path in kept.rglob("*") if path.name == f"step-{part.step}_ckpt")
+    return folder / (manifest_name(part.rank, part.save_id) if manifest else part.name)
+
+
+# ---- versions in memory -----------------------------------------------------------------------------------------
+
+
+def snapshot(base: Path) -> dict[str, tuple[int, ...]]:
+    found = {}
+    for path in [base, *base.rglob("*")]:
+        status = path.lstat()
+        found[str(path)] = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink)
+    return found
+
+
+def test_a_save_of_the_real_engine_is_listed_and_verified(base: Path, capsys: Out) -> None:
     call(cli_bases.save_once, base)
     before = snapshot(base)
-    listed = flashpoint_json("ls", base, code=0)
+    listed = told("ls", base, capsys)
     (version,) = listed["versions"]
-    assert listed["ok"] is True
-    assert listed["base"] == str(base)
-    assert listed["live"] == {}
+    assert (listed["ok"], listed["base"], listed["live"]) == (True, str(base), {})
     assert listed["resident_bytes"] >= version["bytes"] > 70_000
     assert (version["version"], version["step"], version["state"]) == ("step-7_ckpt", 7, "local")
     assert (version["complete"], version["world_size"]) == (True, 1)
     assert (version["own_ranks"], version["copied_ranks"], version["writing_ranks"]) == ([0], [], [])
     (part,) = version["parts"]
     assert part["bytes"] == version["bytes"]
-    verified = flashpoint_json("verify", base, code=0)
+    verified = told("verify", base, capsys)
     assert (verified["ok"], verified["objects"], verified["bytes"]) == (True, 1, version["bytes"])
     assert verified["versions"][0]["parts"][0]["result"] == "ok"
     assert snapshot(base) == before
 
 
-def test_copies_make_a_version_replicated(base: Path) -> None:
-    call(cli_bases.make, base, [0, 1], [*full(5), *full(6)[:3], Part(0, 7), Part(1, 7)])
-    found = versions(base)
-    assert [found[step]["state"] for step in (5, 6, 7)] == ["replicated", "local", "local"]
-    assert [found[step]["complete"] for step in (5, 6, 7)] == [True, False, False]
-    assert found[5]["own_ranks"] == [0, 1]
-    assert found[5]["copied_ranks"] == [2, 3]
-    assert found[6]["copied_ranks"] == [2]
+def test_copies_make_a_version_replicated_and_what_lacks_own_parts_is_partial(base: Path, capsys: Out) -> None:
+    parts = [Part(0, 7), Part(1, 7), Part(0, 8), Part(2, 8), Part(2, 9), Part(3, 9)]
+    call(cli_bases.make, base, [0, 1], [*full(5), *full(6)[:3], *parts])
+    found = versions(base, capsys)
+    shown = [found[step]["state"] for step in (5, 6, 7, 8, 9)]
+    assert shown == ["replicated", "local", "local", "partial", "partial"]
+    assert [step for step in found if found[step]["complete"]] == [5]
+    assert (found[5]["own_ranks"], found[5]["copied_ranks"]) == ([0, 1], [2, 3])
+    assert (found[6]["copied_ranks"], found[8]["writing_ranks"]) == ([2], [])
     nodes = {part["rank"]: part["node"] for part in found[5]["parts"]}
     assert nodes == {0: "node-0", 1: "node-0", 2: "node-1", 3: "node-1"}
 
 
-def test_versions_come_newest_save_first_and_saves_of_one_step_stand_side_by_side(base: Path) -> None:
+def test_versions_come_newest_save_first_and_saves_of_one_step_stand_side_by_side(base: Path, capsys: Out) -> None:
     later = RUN + 1
     call(cli_bases.make, base, [0], [Part(0, 9, world_size=1), Part(0, 8, world_size=1, run=later)])
     call(cli_bases.make, base, [0], [Part(0, 9, world_size=1, run=later)])
-    listed = flashpoint_json("ls", base, code=0)["versions"]
+    listed = told("ls", base, capsys)["versions"]
     assert [(v["step"], int(v["save_id"])) for v in listed] == [(9, later), (8, later), (9, RUN)]
 
 
-def test_a_version_without_the_part_of_a_rank_that_has_ended_is_partial(base: Path) -> None:
-    call(cli_bases.make, base, [0, 1], [*full(5), Part(0, 6), Part(2, 6)])
-    found = versions(base)
-    assert (found[6]["state"], found[6]["writing_ranks"]) == ("partial", [])
-    assert found[5]["state"] == "replicated"
-
-
-def test_the_first_save_is_writing_until_all_live_ranks_have_committed(base: Path) -> None:
+def test_the_first_save_is_writing_until_all_live_ranks_have_committed(base: Path, capsys: Out) -> None:
     with Child(cli_bases.make_and_live, base, [0, 1], [Part(0, 1)]) as child:
         child.next_report("ready")
-        listed = flashpoint_json("ls", base, code=0)
+        listed = told("ls", base, capsys)
         assert listed["live"] == {"0": child.pid, "1": child.pid}
         assert [(v["state"], v["writing_ranks"]) for v in listed["versions"]] == [("writing", [1])]
         # The look has not taken anything from the job: its lock still holds.
         with Child(cli_bases.take, base) as second:
             assert second.result() == "JobInUseError"
-    assert versions(base)[1]["state"] == "partial"  # nobody runs
+    assert versions(base, capsys)[1]["state"] == "partial"  # nobody runs
 
 
-def test_live_ranks_are_expected_in_the_newest_save_only(base: Path) -> None:
+def test_live_ranks_are_expected_in_the_newest_save_only(base: Path, capsys: Out) -> None:
     later = RUN + 1
     call(cli_bases.make, base, [0], [Part(0, 5, world_size=1)])
-    parts = [Part(0, 6, run=later), Part(2, 6, run=later)]
-    with Child(cli_bases.make_and_live, base, [0, 1], parts) as child:
+    with Child(cli_bases.make_and_live, base, [0, 1], [Part(0, 6, run=later), Part(2, 6, run=later)]) as child:
         child.next_report("ready")
-        found = versions(base)
+        found = versions(base, capsys)
         assert (found[6]["state"], found[6]["writing_ranks"]) == ("writing", [1])
         assert (found[5]["state"], found[5]["writing_ranks"]) == ("partial", [])
-
-
-def test_ranks_that_have_moved_here_do_not_turn_older_versions_into_writing(base: Path) -> None:
-    call(cli_bases.make, base, [0, 1], full(5))
-    with Child(cli_bases.make_and_live, base, [2, 3], []) as child:
+    call(cli_bases.make, base, [0, 1], full(7))
+    with Child(cli_bases.make_and_live, base, [2, 3], []) as child:  # which have moved here
         child.next_report("ready")
-        assert versions(base)[5]["state"] == "replicated"
+        assert versions(base, capsys)[7]["state"] == "replicated"
 
 
-def test_copies_alone_are_partial(base: Path) -> None:
-    call(cli_bases.make, base, [0, 1], [*full(5), Part(2, 6), Part(3, 6)])
-    assert versions(base)[6]["state"] == "partial"
-
-
-def test_a_base_container_without_versions_is_empty_and_sound(base: Path) -> None:
+def test_versions_need_manifests_and_nothing_else(base: Path, tmp_path: Path, capsys: Out) -> None:
     call(cli_bases.make, base, [0, 1], [])
-    assert flashpoint_json("ls", base, code=0)["versions"] == []
-    assert flashpoint_json("verify", base, code=0)["objects"] == 0
-    assert "no versions" in flashpoint("ls", base).stdout
-
-
-def test_a_copy_of_the_versions_alone_can_be_looked_at(base: Path, tmp_path: Path) -> None:
-    call(cli_bases.make, base, [0, 1], full(5))
+    assert told("ls", base, capsys)["versions"] == []
+    assert told("verify", base, capsys)["objects"] == 0
+    assert flashpoint("ls", base) == 0
+    assert "no versions" in capsys.readouterr().out
+    call(cli_bases.make, base, [0, 1], [*full(5), Part(0, 6)])
+    path_of(base, Part(0, 6), manifest=True).unlink()
+    assert states(told("ls", base, capsys)) == [(5, "replicated")]
+    assert told("verify", base, capsys)["objects"] == 4
     away = tmp_path / "away"
     (away / "step-5_ckpt").mkdir(parents=True)
     for path in (base / "step-5_ckpt").iterdir():
         (away / "step-5_ckpt" / path.name).write_bytes(path.read_bytes())
-    assert versions(away)[5]["complete"] is True
-    assert flashpoint("verify", away).returncode == 0
+    assert versions(away, capsys)[5]["complete"] is True
+    assert flashpoint("verify", away) == 0
 
 
-def test_objects_without_a_manifest_are_no_version_and_no_damage(base: Path) -> None:
-    call(cli_bases.make, base, [0], [Part(0, 5, world_size=1), Part(0, 6, world_size=1)])
-    part_path(base, Part(0, 6), manifest=True).unlink()
-    listed = flashpoint_json("ls", base, code=0)
-    assert [(v["step"], v["state"]) for v in listed["versions"]] == [(5, "local")]
-    assert flashpoint_json("verify", base, code=0)["objects"] == 1
+# ---- persisted versions -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["path", "file", "memory"])
+def url(request: pytest.FixtureRequest, tmpfs: Path) -> Iterator[str]:
+    root = tmpfs / "store"
+    where = {"path": str(root), "file": f"file://{root}", "memory": f"memory://{tmpfs.name}"}[request.param]
+    store = open_durable(f"file://{root}" if request.param == "path" else where)
+    for step in (3, 7):
+        persist(store, step)
+    persist(store, 9, only=1)
+    yield where
+    if request.param == "memory":
+        fsspec.filesystem("memory").rm(where, recursive=True)
+
+
+def test_persisted_versions_are_listed_and_verified_newest_first(url: str, capsys: Out) -> None:
+    found = told("ls", url, capsys)
+    assert found["ok"]
+    assert states(found) == [(9, "incomplete"), (7, "complete"), (3, "complete")]
+    first = found["versions"][1]
+    assert (first["own_ranks"], first["world_size"], first["bytes"]) == ([0, 1, 2, 3], 4, 4 * SIZE)
+    assert states(told("verify", url, capsys)) == [(9, "incomplete"), (7, "complete"), (3, "complete")]
+    assert states(told("verify", f"{url}@3", capsys)) == [(3, "complete")]
+    assert flashpoint("verify", f"{url}@4") == 2
+    assert "no version of step 4" in capsys.readouterr().err
+
+
+def test_what_retention_removes_meanwhile_is_no_damage(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    store, check = open_durable(f"file://{tmpfs}/store"), listing.check_part
+    for step in (3, 7):
+        persist(store, step)
+
+    def removed_first(*args: Any, **options: Any) -> Any:
+        store.keep_newest(1, SaveId(RUN, 7))
+        return check(*args, **options)
+
+    monkeypatch.setattr(listing, "check_part", removed_first)
+    assert states(told("verify", tmpfs / "store", capsys)) == [(7, "complete"), (3, "removed")]
 
 
 # ---- damage -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.damages_on_purpose
-def test_verify_names_the_file_and_block_of_a_flipped_bit(base: Path) -> None:
-    call(cli_bases.make, base, [0, 1], [*full(5), *full(6)])
-    hurt = part_path(base, Part(2, 5))
-    flip(hurt, 2 * BLOCK + 5)
-    assert flashpoint("ls", base).returncode == 0  # it does not read bytes
-    found = flashpoint_json("verify", base, code=1)
+@pytest.mark.parametrize("offset", [0, BLOCK - 1, 2 * BLOCK + 5, SIZE - 1])
+def test_verify_names_the_file_and_block_of_a_flipped_bit(kept: Path, offset: int, capsys: Out) -> None:
+    hurt = path_of(kept, Part(2, 5))
+    flip(hurt, offset)
+    flip(path_of(kept, Part(1, 5)), SIZE)  # behind the bytes that count
+    assert flashpoint("ls", kept) == 0  # it does not read bytes
+    found = told("verify", kept, capsys, code=1)
     assert found["ok"] is False
-    problems = [problem for version in found["versions"] for problem in version["problems"]]
-    assert [p["path"] for p in problems] == [str(hurt)]
-    assert f"block 2, from byte {2 * BLOCK} on," in problems[0]["message"]
-    assert [(v["step"], v["state"]) for v in found["versions"]] == [(6, "complete"), (5, "damaged")]
-    text = flashpoint("verify", base)
-    assert text.returncode == 1
-    assert f"damaged {hurt}: " in text.stdout
-    assert "1 of 8 parts are damaged" in text.stdout
-    rows = [line.split() for line in text.stdout.splitlines()[1:3]]
+    (problem,) = (problem for version in found["versions"] for problem in version["problems"])
+    assert problem["path"] == str(hurt)
+    assert f"block {offset // BLOCK}, from byte {offset // BLOCK * BLOCK} on," in problem["message"]
+    assert states(found) == [(6, "complete"), (5, "damaged")]
+    assert flashpoint("verify", kept, "--threads", 1) == 1
+    text = capsys.readouterr().out
+    assert f"damaged {hurt}: " in text
+    assert "1 of 8 parts are damaged" in text
+    rows = [line.split() for line in text.splitlines()[1:3]]
     assert [row[:3] for row in rows] == [["ok", "step-6_ckpt", "0-3"], ["damaged", "step-5_ckpt", "0-3"]]
-    assert 0 <= found["seconds"] < 60
 
 
 @pytest.mark.damages_on_purpose
-@pytest.mark.parametrize("offset", [0, BLOCK - 1, BLOCK, 3 * BLOCK + 99])
-def test_verify_finds_any_flipped_bit_that_counts(base: Path, offset: int) -> None:
-    call(cli_bases.make, base, [0], [Part(0, 5, world_size=1)])
-    flip(part_path(base, Part(0, 5)), offset)
-    assert flashpoint("verify", base, "--threads", 1).returncode == 1
-
-
-@pytest.mark.damages_on_purpose
-def test_verify_finds_every_block_with_many_threads(base: Path) -> None:
-    parts = [Part(0, 5, world_size=1, size=40 * BLOCK + 1)]
+def test_verify_finds_the_first_of_many_blocks_with_many_threads(base: Path, capsys: Out) -> None:
+    parts = [Part(0, 5, world_size=1, size=40 * BLOCK + 1), Part(0, 4, world_size=1, size=0)]
     call(cli_bases.make, base, [0], parts)
-    assert flashpoint("verify", base, "--threads", 8).returncode == 0
+    assert flashpoint("verify", base, "--threads", 8) == 0
     for block in (7, 8, 40):
-        flip(part_path(base, parts[0]), block * BLOCK)
-    ((version,),) = (flashpoint_json("verify", base, code=1)["versions"],)
-    assert "block 7, from byte" in version["problems"][0]["message"]
-
-
-def test_an_object_without_bytes_verifies(base: Path) -> None:
-    call(cli_bases.make, base, [0], [Part(0, 5, world_size=1, size=0)])
-    assert flashpoint("verify", base).returncode == 0
-
-
-def test_what_lies_behind_the_bytes_that_count_does_not_matter(base: Path) -> None:
-    call(cli_bases.make, base, [0], [Part(0, 5, world_size=1)])
-    flip(part_path(base, Part(0, 5)), Part(0, 5).size)
-    assert flashpoint("verify", base).returncode == 0
+        flip(path_of(base, parts[0]), block * BLOCK)
+    (problem,) = told("verify", base, capsys, code=1)["versions"][0]["problems"]
+    assert "block 7, from byte" in problem["message"]
 
 
 @pytest.mark.damages_on_purpose
-@pytest.mark.parametrize("command", ["ls", "verify"])
-@pytest.mark.parametrize("how", ["flipped", "truncated", "emptied", "renamed", "directory"])
-def test_a_damaged_manifest_is_found_and_named(base: Path, command: str, how: str) -> None:
-    call(cli_bases.make, base, [0, 1], full(5))
-    path = part_path(base, Part(1, 5), manifest=True)
+@pytest.mark.parametrize(
+    "how", ["flipped", "truncated", "emptied", "another's", "folder", "missing", "short", "link", "fifo", "marker"]
+)
+def test_what_is_not_what_was_written_is_found_and_named(kept: Path, how: str, capsys: Out) -> None:
+    is_durable = kept.name == "store"
+    path = path_of(kept, Part(1, 6), manifest=how in ("flipped", "truncated", "emptied", "another's", "folder"))
     match how:
         case "flipped":
             flip(path, path.stat().st_size // 2)
@@ -256,55 +276,78 @@ def test_a_damaged_manifest_is_found_and_named(base: Path, command: str, how: st
             path.write_bytes(path.read_bytes()[:-1])
         case "emptied":
             path.write_bytes(b"")
-        case "renamed":
-            path.write_bytes(part_path(base, Part(0, 5), manifest=True).read_bytes())
-        case "directory":
+        case "another's":
+            path.write_bytes(path_of(kept, Part(0, 6), manifest=True).read_bytes())
+        case "folder":
             path.unlink()
             path.mkdir()
-    found = flashpoint_json(command, base, code=1)
-    assert found["ok"] is False
-    (version,) = found["versions"]
-    assert [problem["path"] for problem in version["problems"]] == [str(path)]
-    if command == "verify":
-        assert "1 of 4 parts are damaged" in flashpoint("verify", base).stdout
-    if command == "ls":
-        assert (version["state"], version["complete"]) == ("damaged", False)
-        assert version["own_ranks"] == [0, 1]
-        assert version["world_size"] == 4
-
-
-@pytest.mark.damages_on_purpose
-def test_a_copy_with_a_damaged_manifest_is_still_a_copy(base: Path) -> None:
-    call(cli_bases.make, base, [0, 1], full(5))
-    flip(part_path(base, Part(2, 5), manifest=True), 100)
-    version = versions(base, code=1)[5]
-    assert (version["state"], version["own_ranks"], version["copied_ranks"]) == ("damaged", [0, 1], [2, 3])
-
-
-@pytest.mark.damages_on_purpose
-@pytest.mark.parametrize("command", ["ls", "verify"])
-@pytest.mark.parametrize("how", ["missing", "short", "long", "symlink"])
-def test_an_object_that_is_not_as_committed_is_found_and_named(base: Path, command: str, how: str) -> None:
-    call(cli_bases.make, base, [0, 1], full(5))
-    path = part_path(base, Part(3, 5))
-    match how:
-        case "missing":
-            path.unlink()
         case "short":
-            os.truncate(path, Part(3, 5).size - 1)
-        case "long":
-            os.truncate(path, 1 << 20)
-        case "symlink":
-            path.rename(base / "elsewhere")
-            path.symlink_to(base / "elsewhere")
-    found = flashpoint_json(command, base, code=1)
-    text = flashpoint(command, base)
-    assert text.returncode == 1
-    assert str(path) in text.stdout
-    assert found["ok"] is False
+            os.truncate(path, SIZE - 1)
+        case "marker":
+            if not is_durable:
+                return
+            path = path.parent / MARKER
+            path.write_bytes((path_of(kept, Part(0, 5)).parent / MARKER).read_bytes())
+        case _:
+            path.rename(kept / "elsewhere")
+            if how == "link":
+                path.symlink_to(kept / "elsewhere")
+            elif how == "fifo":
+                os.mkfifo(path)
+    for command in ("ls", "verify"):
+        found = told(command, kept, capsys, code=1)
+        assert found["ok"] is False
+        assert [state for _, state in states(found)] == [
+            "damaged",
+            "complete" if is_durable or command == "verify" else "replicated",
+        ]
+        damaged = found["versions"][0]
+        assert [str(path) in problem["path"] or how == "marker" for problem in damaged["problems"]] == [True]
+        if how != "marker":
+            assert (damaged["own_ranks"], damaged["world_size"]) == (
+                [0, 1, 2, 3] if is_durable or command == "verify" else [0, 1],
+                4,
+            )
+        assert flashpoint(command, kept) == 1
+        assert str(path if how != "marker" else path.parent) in capsys.readouterr().out
 
 
-# ---- no base container ------------------------------------------------------------------------------------------
+def test_pruning_between_the_look_and_the_reading_is_not_damage(base: Path) -> None:
+    call(cli_bases.make, base, [0], [Part(0, 5, world_size=1)])
+    store = BaseContainer(base)
+    ((part,),) = (look_at(store, version) for version in store.versions())
+    # What the job does: the manifest goes first, then the slot is written to, then the link goes.
+    path_of(base, Part(0, 5), manifest=True).unlink()
+    flip(path_of(base, Part(0, 5)), 0)
+    assert check_part(store, part).removed
+    path_of(base, Part(0, 5)).unlink()
+    assert (check_part(store, part).removed, check_part(store, part).problems) == (True, ())
+
+
+@pytest.mark.slow
+def test_a_job_that_saves_and_prunes_all_the_time_never_looks_damaged(base: Path, capsys: Out) -> None:
+    with Child(cli_bases.save_for_ever, base) as child:
+        child.next_report("ready")
+        assert told("ls", base, capsys)["live"] == {"0": child.pid}
+        assert flashpoint("verify", base) == 0
+        store, steps, pruned, looks = BaseContainer(base), set[int | None](), 0, 0
+        give_up = time.monotonic() + 60
+        # Enough looks, at enough different steps, and one at what was pruned meanwhile: what this test is about.
+        while looks < 100 or len(steps) <= 50 or not pruned:
+            assert time.monotonic() < give_up, (looks, len(steps), pruned)
+            looks += 1
+            seen = view.read(base)
+            assert seen.versions
+            assert seen.problems == []
+            assert {version.state for version in seen.versions} <= {"local", "writing"}
+            results = [check_part(store, part) for version in store.versions() for part in look_at(store, version)]
+            assert [result.problems for result in results if result.problems] == []
+            pruned += sum(result.removed for result in results)
+            steps.update(version.step for version in seen.versions)
+        assert child.alive
+
+
+# ---- no store ---------------------------------------------------------------------------------------------------
 
 
 def test_wrong_paths_give_the_same_error_from_all_commands(tmp_path: Path) -> None:
@@ -324,61 +367,39 @@ def test_wrong_paths_give_the_same_error_from_all_commands(tmp_path: Path) -> No
         assert not (tmp_path / "to").exists()
 
 
-@pytest.mark.parametrize("args", [[], ["verify"], ["ls", "--nope", "/x"], ["verify", "/x", "--threads", "0"], ["nope"]])
-def test_misuse_is_a_usage_error(args: list[str]) -> None:
-    assert flashpoint(*args).returncode == 2
-
-
-# ---- a live job -------------------------------------------------------------------------------------------------
-
-
-def test_a_job_that_saves_and_prunes_all_the_time_never_looks_damaged(base: Path) -> None:
-    with Child(cli_bases.save_for_ever, base) as child:
-        child.next_report("ready")
-        assert flashpoint_json("ls", base, code=0)["live"] == {"0": child.pid}
-        assert flashpoint("verify", base).returncode == 0
-        steps, pruned, looks = set(), 0, 0
-        give_up = time.monotonic() + 60
-        # Enough looks, at enough different steps, and one at what was pruned meanwhile: what this test is about.
-        while looks < 300 or len(steps) <= 100 or not pruned:
-            assert time.monotonic() < give_up, (looks, len(steps), pruned)
-            looks += 1
-            seen = view.read(base)
-            assert seen.versions
-            assert seen.problems == []
-            assert {version.state for version in seen.versions} <= {"local", "writing"}
-            results = checked(base)
-            assert [result.problems for result in results if result.problems] == []
-            pruned += sum(result.removed for result in results)
-            steps.update(version.step for version in seen.versions)
-        assert child.alive
-
-
-def test_pruning_between_the_look_and_the_reading_is_not_damage(base: Path) -> None:
-    call(cli_bases.make, base, [0], [Part(0, 5, world_size=1)])
-    store = BaseContainer(base)
-    ((part,),) = (look_at(store, version) for version in store.versions())
-    # What the job does: the manifest goes first, then the slot is written to, then the link goes.
-    part_path(base, Part(0, 5), manifest=True).unlink()
-    flip(part_path(base, Part(0, 5)), 0)
-    assert check_part(store, part).removed
-    part_path(base, Part(0, 5)).unlink()
-    assert (check_part(store, part).removed, check_part(store, part).problems) == (True, ())
+def test_misuse_is_a_usage_error(tmp_path: Path, capsys: Out) -> None:
+    for args in ([], ["verify"], ["ls", "--nope", "/x"], ["verify", "/x", "--threads", "0"], ["nope"]):
+        assert CliRunner().invoke(app, args).exit_code == 2
+    for url in (f"file://{tmp_path}/nothing", str(tmp_path), "file://relative", "nosuchscheme://x"):
+        for command in ("ls", "verify", "inspect", "copy"):
+            assert flashpoint(command, url, *[tmp_path / "made"] * (command == "copy")) == 2
+            assert "flashpoint: " in capsys.readouterr().err
 
 
 # ---- how it looks -----------------------------------------------------------------------------------------------
 
 
-def test_lines_are_one_a_version_and_do_not_depend_on_a_width(base: Path) -> None:
-    call(cli_bases.make, base, [0, 1], [*full(5), *full(6)])
-    lines = flashpoint("ls", base).stdout.splitlines()
-    assert len(lines) == 4
-    assert lines[0].startswith(f"{base}: 2 versions, ")
+def test_lines_are_one_a_version_and_no_command_here_imports_torch(kept: Path) -> None:
+    script = f"""if True:
+        import sys
+        sys.modules["torch"] = None
+        from ml_flashpoint.cli.main import app
+        for command in ("ls", "verify"):
+            assert app([command, {str(kept)!r}], standalone_mode=False) == 0
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 * 4
+    assert f"{kept}: 2 versions" in lines[0]
+    if kept.name == "store":
+        assert lines[2].split() == ["step-6_ckpt", "complete", "0-3", "4", "48.4", "KiB", RUN_TEXT]
+        return
     assert lines[0].endswith("no rank is running here")
     columns = ["version", "state", "own ranks", "copies of", "not yet", "whole", "of", "size", "run"]
     assert re.split(r"  +", lines[1]) == columns
     assert lines[2].split()[:7] == ["step-6_ckpt", "replicated", "0-1", "2-3", "-", "yes", "4"]
-    assert "\x1b" not in "".join(lines)
+    assert "\x1b" not in done.stdout
 
 
 @pytest.mark.parametrize("columns", [200, 80, 60])
@@ -389,31 +410,6 @@ def test_a_terminal_gets_a_table_that_cuts_nothing(base: Path, columns: int) -> 
     assert len(head) <= columns
     assert row.split()[:4] == ["step-5_ckpt", "replicated", "0-1", "2-3"]
     assert ("run" in head.split()) == ("too narrow for" not in shown)
-    assert "all as saved" in _on_terminal("verify", base, columns=columns)
-
-
-def test_ls_and_verify_do_not_import_torch(base: Path) -> None:
-    call(cli_bases.make, base, [0], [Part(0, 5, world_size=1)])
-    script = f"""if True:
-        import sys
-        from ml_flashpoint.cli.main import app
-        for command in ("ls", "verify"):
-            try:
-                app([command, {str(base)!r}])
-            except SystemExit as done:
-                assert done.code == 0
-        assert "torch" not in sys.modules
-    """
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
-
-
-@pytest.mark.parametrize(("ranks", "text"), [((), "-"), ((3,), "3"), ((0, 1, 2), "0-2"), ((5, 0, 1, 7, 6), "0-1,5-7")])
-def test_ranks_in_short(ranks: tuple[int, ...], text: str) -> None:
-    assert output.ranks_text(ranks) == text
-
-
-def test_bytes_for_people() -> None:
-    assert [output.bytes_text(n) for n in (0, 1023, 1536, 3 << 40)] == ["0 B", "1023 B", "1.5 KiB", "3.0 TiB"]
 
 
 def _on_terminal(*args: object, columns: int) -> str:
@@ -432,3 +428,11 @@ def _on_terminal(*args: object, columns: int) -> str:
         os.close(leader)
     assert process.wait(60) == 0
     return re.sub(r"\x1b\[[0-9;]*m", "", shown.decode())
+
+
+def test_numbers_for_people() -> None:
+    assert [output.bytes_text(n) for n in (0, 1023, 1536, 3 << 40)] == ["0 B", "1023 B", "1.5 KiB", "3.0 TiB"]
+    seconds = [0.19, 5, 119, 121, 7300, 200000]
+    assert [*map(output.time_text, seconds)] == ["0.19 s", "5.0 s", "119.0 s", "2.0 min", "2.0 h", "2.3 days"]
+    ranks = [(), (3,), (0, 1, 2), (5, 0, 1, 7, 6)]
+    assert [*map(output.ranks_text, ranks)] == ["-", "3", "0-2", "0-1,5-7"]

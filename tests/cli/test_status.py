@@ -1,4 +1,4 @@
-"""`flashpoint status`, once and with `--watch`, of a job that runs, and of one that has ended."""
+"""`flashpoint status`, once and with `--watch`, and the jobs of this node: those that run, and dead ones."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ import pytest
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint import status as status_board
+from ml_flashpoint.cli import view
+from ml_flashpoint.cli.view import find_bases
 from ml_flashpoint.events import ReplicationFailed, flush
 from ml_flashpoint.memory.container import JobLock
 from ml_flashpoint.status import Status, read_status, write_status
@@ -28,7 +30,13 @@ from tests.support.processes import child_environment
 
 def _status(base: Path, *options: str) -> tuple[int, str]:
     """In another process: who asks who holds a lock is not told of its own."""
-    argv = [sys.executable, "-m", "ml_flashpoint.cli.main", "status", str(base), *options]
+    return _run("status", str(base), *options)
+
+
+def _run(*words: str) -> tuple[int, str]:
+    script = "import sys; from ml_flashpoint.cli.main import app; code = app(sys.argv[1:], standalone_mode=False); "
+    script += "assert 'torch' not in sys.modules; sys.exit(code)"
+    argv = [sys.executable, "-c", script, *words]
     done = subprocess.run(argv, capture_output=True, text=True, env=child_environment(), timeout=60)
     return done.returncode, done.stdout
 
@@ -88,14 +96,6 @@ def test_a_rank_that_is_degraded(tmpfs: Path) -> None:
         lock.release()
 
 
-def test_status_needs_no_torch(tmpfs: Path) -> None:
-    with Flashpoint(tmpfs / "job") as fp:
-        fp.track(**Job().tracked).resume()
-    script = "import sys; from ml_flashpoint.cli.main import app; app(['status', sys.argv[1]], standalone_mode=False); "
-    script += "sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", script, tmpfs / "job"], check=True, env=child_environment(), timeout=60)
-
-
 @pytest.mark.slow
 def test_watching_in_a_terminal(tmpfs: Path) -> None:
     base, job = tmpfs / "job", Job()
@@ -132,17 +132,6 @@ def _await_text(terminal: int, text: str) -> None:
         seen += os.read(terminal, 1 << 16).decode(errors="replace")
 
 
-def test_a_status_is_there_when_a_save_is_verified(tmpfs: Path) -> None:
-    with Flashpoint(tmpfs / "job") as fp:
-        fp.track(**Job().tracked).resume()
-        fp.step()
-        assert fp.wait()
-        assert flush()
-        told = read_status(tmpfs / "job" / ".flashpoint" / "status" / "0")
-        assert told is not None
-        assert told.verified == 1
-
-
 def test_a_status_that_cannot_be_written_stops_nothing(
     tmpfs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,3 +151,55 @@ def test_a_status_that_cannot_be_written_stops_nothing(
     told = read_status(tmpfs / "job" / ".flashpoint" / "status" / "0")
     assert told is not None
     assert (told.verified, told.saves, told.failures) == (4, 4, 0)
+
+
+# ---- `flashpoint ls` without an argument: the base containers on this node ------------------------------------------
+
+
+@pytest.mark.slow
+def test_jobs_that_run_and_what_dead_ones_have_left(tmpfs: Path) -> None:
+    for name in ("dead", "running"):
+        fp = Flashpoint(tmpfs / name)
+        fp.track(**Job().tracked).resume()
+        fp.step()
+        assert fp.wait()
+        if name == "dead":
+            fp.close()
+    (tmpfs / "nothing").mkdir()
+    code, text = _run("ls", "--json")
+    assert code == 0
+    found: dict[str, dict[str, Any]] = {each["base"]: each for each in json.loads(text)["bases"]}
+    ours = {Path(base).name: each for base, each in found.items() if Path(base).parent == tmpfs}
+    assert set(ours) == {"dead", "running"}
+    assert (ours["dead"]["leftover"], ours["dead"]["live"]) == (True, [])
+    assert (ours["running"]["leftover"], ours["running"]["live"]) == (False, [0])
+    for each in ours.values():
+        assert (each["steps"], each["complete"]) == ([1], 1)
+        assert each["resident_bytes"] > 0
+        assert each["updated_s"] > 0
+    code, text = _run("ls")
+    assert code == 0
+    told = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith(str(tmpfs))}
+    assert told[f"{tmpfs}/dead"][:2] == ["left", "over"]
+    assert told[f"{tmpfs}/running"][:1] == ["running"]
+    assert "To remove: flashpoint rm " in text
+    fp.close()
+
+
+def test_links_other_filesystems_and_folders_of_others_are_let_alone(
+    tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmpfs.joinpath(*"abcdef")
+    for base in (tmpfs / "job", tmpfs / "job" / "inner", tmp_path / "elsewhere", deep):
+        (base / ".flashpoint").mkdir(parents=True)
+    os.symlink(tmp_path / "elsewhere", tmpfs / "link")
+    (tmpfs / "gone").mkdir()
+    monkeypatch.setattr(view.psutil, "disk_partitions", lambda all: [_Mount(str(tmpfs)), _Mount(str(tmp_path), "ext4")])
+    assert find_bases() == [tmpfs / "job"], "not below one, not too deep, not behind a link"
+    monkeypatch.setattr(view.psutil, "disk_partitions", lambda all: [_Mount(str(tmpfs / "no-such"))])
+    assert find_bases() == []
+
+
+class _Mount:
+    def __init__(self, mountpoint: str, fstype: str = "tmpfs") -> None:
+        self.mountpoint, self.fstype = mountpoint, fstype

@@ -117,9 +117,3 @@ def test_a_copy_that_is_given_up_is_waited_for_all_the_same(job: Job) -> None:
     assert not job.played.is_idle
     late.settle()
     assert job.played.is_idle
-
-
-def test_a_wait_has_a_deadline(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    late = job.save()
-    with pytest.raises(SaveError, match="not copied the state within 0 s"):
-        late.wait(0)

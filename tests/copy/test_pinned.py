@@ -50,12 +50,6 @@ def lock_all(lock: PageLock) -> None:
         pass
 
 
-def test_memory_is_cut_where_transfers_must_be() -> None:
-    begin = 5 * SLICE - 4096
-    assert list(slices(begin, begin + SLICE)) == [(begin, 5 * SLICE), (5 * SLICE, begin + SLICE)]
-    assert list(slices(begin, begin)) == []
-
-
 def test_a_mapping_is_locked_by_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = PlayedRuntime()
     play(monkeypatch, runtime, device=3)
@@ -115,20 +109,17 @@ def test_memory_that_cuda_takes_for_something_else_is_left_alone(monkeypatch: py
     assert runtime.last_error() == 0
 
 
-def test_nothing_is_locked_before_anything_was_copied_from_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = PlayedRuntime()
-    play(monkeypatch, runtime, device=None)
+def test_a_runtime_that_fails_or_was_not_used_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unused, failing = PlayedRuntime(), PlayedRuntime()
+    play(monkeypatch, unused, device=None)  # nothing was copied from a device yet
     lock = PageLock(0, SLICE)
     assert not lock.is_due
     assert not lock.extend()
-    assert not runtime.calls
-
-
-def test_a_runtime_that_fails_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    runtime = PlayedRuntime()
-    play(monkeypatch, runtime)
-    runtime.guard = lambda device: (_ for _ in ()).throw(RuntimeError("the device is lost"))  # type: ignore[method-assign]
-    lock = PageLock(0, SLICE)
+    assert not unused.calls
+    play(monkeypatch, failing)
+    failing.guard = lambda device: (_ for _ in ()).throw(RuntimeError("the device is lost"))  # type: ignore[method-assign]
     lock_all(lock)
     assert not lock.is_due
     assert "the device is lost" in caplog.text

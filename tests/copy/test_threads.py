@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,27 +25,6 @@ def four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHPOINT_COPY_THREADS", "4")
 
 
-def _meeting(parties: int) -> Callable[[], None]:
-    barrier = threading.Barrier(parties)
-    return lambda: void(barrier.wait(DEADLINE_S))
-
-
-def void(_: object) -> None:
-    pass
-
-
-def test_several_threads_work_at_once() -> None:
-    seen: set[int] = set()
-    meet = _meeting(2)
-
-    def job() -> None:
-        meet()
-        seen.add(threading.get_ident())
-
-    _do_all(iter([job, job]), 2)
-    assert len(seen) == 2
-
-
 def test_one_thread_does_it_all_if_there_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "run_on_pool", lambda job: None)
     done: list[int] = []
@@ -56,12 +34,10 @@ def test_one_thread_does_it_all_if_there_are_no_others(monkeypatch: pytest.Monke
 
 def test_a_failure_elsewhere_is_raised_once_nobody_is_at_work() -> None:
     """The caller's job is over first; the other thread still works when that fails, and is waited for."""
-    over = threading.Event()
-    meet = _meeting(2)
-    mine = threading.get_ident()
+    over, meeting, mine = threading.Event(), threading.Barrier(2), threading.get_ident()
 
     def job() -> None:
-        meet()
+        meeting.wait(DEADLINE_S)  # two threads work at once
         if threading.get_ident() == mine:
             return
         try:
@@ -119,15 +95,6 @@ def test_a_signal_while_others_are_waited_for_is_raised_when_they_are_done() -> 
     assert ended.is_set()
 
 
-def test_jobs_that_cannot_be_made_are_a_failure() -> None:
-    def jobs() -> Iterator[Callable[[], None]]:
-        yield lambda: None
-        raise ValueError("no more")
-
-    with pytest.raises(ValueError, match="no more"):
-        _do_all(jobs(), 3)
-
-
 def test_a_child_copies_too(four: None) -> None:
     source = torch.arange(8 << 20)
     target = torch.empty_like(source)
@@ -176,10 +143,8 @@ def test_a_copy_that_one_thread_cannot_make_fails_as_a_whole(four: None) -> None
     [
         (1 << 30, "1", 1, 8),
         (1 << 30, "4", 1, 4),
-        (1 << 30, "16", 1, 1),
         (1 << 30, "64", 1, 1),
         (1 << 30, "many", 1, 8),
-        (1 << 30, "", 1, 8),
         (1 << 30, "1", 2, 1),
         (20 << 20, "1", 1, 2),
         (9, "1", 1, 1),
@@ -195,17 +160,13 @@ def test_threads_follow_from_size_and_cores(
     assert threads_for(nbytes) == expected
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "two", "", "1.5", "99999"])
-def test_a_limit_that_is_none_is_refused_by_name(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHPOINT_COPY_THREADS", value)
-    with pytest.raises(InvalidArgumentError, match="FLASHPOINT_COPY_THREADS"):
-        threads_for(1 << 30)
-
-
-def test_an_engine_refuses_such_a_limit_before_anything_is_saved(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHPOINT_COPY_THREADS", "two")
-    with pytest.raises(InvalidArgumentError, match="FLASHPOINT_COPY_THREADS"):
-        Checkpointer(tmpfs / "job")
+def test_a_limit_that_is_none_is_refused_by_name_before_anything_is_saved(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in ("0", "-1", "two", "", "1.5", "99999"):
+        monkeypatch.setenv("FLASHPOINT_COPY_THREADS", value)
+        with pytest.raises(InvalidArgumentError, match="FLASHPOINT_COPY_THREADS"):
+            Checkpointer(tmpfs / "job")
     assert not (tmpfs / "job").exists()
 
 

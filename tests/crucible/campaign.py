@@ -7,6 +7,7 @@ Owns a pool of warm rank processes, the order of a round, and what must hold aft
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, Topology
@@ -26,6 +28,7 @@ from tests.crucible.ranks import DEADLINE_S, Order, serve
 from tests.crucible.scenarios import BLOCK, HAS_MEGATRON, Life, Scenario
 from tests.crucible.states import MOMENTS, Spec
 from tests.support.forked import Child, preload
+from tests.support.injector import Fault
 from tests.support.part_checker import PartChecker
 
 preload("tests.crucible.ranks")
@@ -139,11 +142,13 @@ class Campaign:
         for child in (child for idle in self._idle.values() for child in idle):
             child.__exit__(None, None, None)
 
-    def play(self, scenario: Scenario) -> None:
-        """Raises `Finding` if something does not hold."""
+    def play(self, scenario: Scenario) -> set[Fault]:
+        """Return the faults that came. Raise `Finding` if something does not hold."""
         root = Path(tempfile.mkdtemp(prefix="round-", dir=self._folder))
         try:
-            _Round(self, scenario, root).play()
+            played = _Round(self, scenario, root)
+            played.play()
+            return played.came
         finally:
             shutil.rmtree(root, ignore_errors=True)
 
@@ -177,8 +182,9 @@ class _Round:
     def __init__(self, campaign: Campaign, scenario: Scenario, root: Path) -> None:
         self._campaign, self._scenario, self._root = campaign, scenario, root
         self._history = _History()
-        self._copies = self._over = False
+        self._over = False
         self._number, self._placement = 0, ()
+        self.came: set[Fault] = set()
         self._floor = -1
         self._ranks: list[Child] = []
         self._said: list[list[tuple[Any, ...]]] = []
@@ -187,7 +193,6 @@ class _Round:
         lives = self._scenario.lives
         for number, life in enumerate(lives):
             self._placement = life.placement
-            self._copies = len(set(life.placement)) > 1
             self._live(number, life)
             if self._over:
                 return
@@ -217,28 +222,19 @@ class _Round:
             base = self._root / f"node-{node}" / "job"
             base.parent.mkdir(exist_ok=True)
             order = Order(
-                life=number,
-                rank=rank,
-                world_size=len(placement),
-                saved_by={(save.step, save.life): save.world_size for save in self._history.saves},
-                node=f"node-{node}",
+                self._scenario,
+                number,
+                rank,
                 base=str(base),
                 meeting=meeting,
-                door=self._scenario.door,
-                spec=self._scenario.spec,
                 variants=self._history.variants(),
-                saves=life.saves,
-                faults=life.faults,
-                clock_s=life.clock_s if rank == 0 else 0.0,
-                interrupted=life.interrupted,
+                saved_by={(save.step, save.life): save.world_size for save in self._history.saves},
                 on_this_node=tuple(c.pid for c, n in zip(self._ranks, placement, strict=True) if n == node),
-                copies=self._copies,
-                keep=self._scenario.keep,
-                looks_back=life.looks_back,
             )
             self._ranks[rank].say(order)
         try:
             killed = self._watch(number, life)
+            self.came |= self._came(life, killed)
             self._judge(number, life, killed)
         finally:
             for rank, child in enumerate(self._ranks):
@@ -252,52 +248,41 @@ class _Round:
                     child.__exit__(None, None, None)
 
     def _watch(self, number: int, life: Life) -> bool:
-        """Hear what ranks say until all have ended; as soon as one is dead, so are the others. Whether that was so."""
+        """Hear what ranks say until all have ended; as soon as one is dead, so are the others. Once one has raised, the
+        others are awaited for a moment, as a launcher does. Return True if one was dead, or killed."""
         ended: set[int] = set()
-        give_up = time.monotonic() + _LIFE_S
-        pipes = {child._pipe: rank for rank, child in enumerate(self._ranks)}
+        give_up, raised, dead = time.monotonic() + _LIFE_S, False, False
+        pipes: dict[Any, int] = {child._pipe: rank for rank, child in enumerate(self._ranks)}
         while len(ended) < len(self._ranks):
-            ready = wait([pipe for pipe, rank in pipes.items() if rank not in ended], give_up - time.monotonic())
-            if not ready:
+            left = max(0.0, give_up - time.monotonic())
+            ready = wait([pipe for pipe, rank in pipes.items() if rank not in ended], left)
+            if not ready and not raised:
                 raise self._finding(number, "it hangs", stacks=True)
-            for pipe in ready:
-                rank = pipes[pipe]  # type: ignore[index]
-                try:
-                    said = pipe.recv()  # type: ignore[union-attr]
-                except (EOFError, OSError):
-                    self._kill_all()
-                    return True
-                self._hear(number, rank, said)
-                if said[0] in ("lived", "raised"):
-                    ended.add(rank)
-                if said[0] == "raised":
-                    return self._end_of_others(ended, pipes, number)
-                if self._strikes(life, rank):
-                    assert life.strike is not None
-                    time.sleep(life.strike[2])
-                    self._kill_all()
-                    return True
-        return False
-
-    def _end_of_others(self, ended: set[int], pipes: dict[Any, int], number: int) -> bool:
-        """One rank has raised: what others do is awaited for a moment, as a launcher does, and then ended. Whether one
-        of them was dead, and so the reason."""
-        give_up, dead = time.monotonic() + 1.0, False
-        while len(ended) < len(self._ranks):
-            ready = wait([p for p, rank in pipes.items() if rank not in ended], max(0, give_up - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:
+                rank = pipes[pipe]
                 try:
                     said = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     dead = True
-                    ended.add(pipes[pipe])  # type: ignore[index]
+                    ended.add(rank)
+                    if not raised:
+                        self._kill_all()
+                        return True
                     continue
-                self._hear(number, pipes[pipe], said)  # type: ignore[index]
+                self._hear(number, rank, said)
                 if said[0] in ("lived", "raised"):
-                    ended.add(pipes[pipe])  # type: ignore[index]
-        self._kill_all()
+                    ended.add(rank)
+                if said[0] == "raised" and not raised:
+                    give_up, raised = time.monotonic() + 1.0, True
+                if not raised and self._strikes(life, rank):
+                    assert life.strike is not None
+                    time.sleep(life.strike[2])
+                    self._kill_all()
+                    return True
+        if raised:
+            self._kill_all()
         return dead
 
     def _hear(self, number: int, rank: int, said: tuple[Any, ...]) -> None:
@@ -329,6 +314,11 @@ class _Round:
             for said in (said for said in child.reports if said[0] != "raised"):  # in its last moments
                 self._hear(self._number, rank, said)
             child.reports.clear()
+
+    def _came(self, life: Life, killed: bool) -> set[Fault]:
+        if killed or any(said[0] == "raised" for each in self._said for said in each):
+            return set(life.faults)
+        return {fault for each in self._said for said in each if said[0] == "lived" for fault, _ in said[1]["fired"]}
 
     # ---- what must hold -----------------------------------------------------------------------------------
 
@@ -432,12 +422,8 @@ class _Round:
 
 
 def _bytes_of(spec: Spec) -> int:
-    sizes = {"complex128": 16, "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
     total = 2 * spec.payload
     for leaf in (*spec.leaves, *spec.grown):
-        count = 1
-        for each in leaf.shape:
-            count *= each
         copies = 1 + (len(MOMENTS[spec.optimizer]) if leaf.role == "parameter" else 0)
-        total += (count * sizes.get(leaf.dtype, 1) + 64) * copies
+        total += (math.prod(leaf.shape) * getattr(torch, leaf.dtype).itemsize + 64) * copies
     return total

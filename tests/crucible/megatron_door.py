@@ -19,14 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
-from tests.crucible.ranks import DEADLINE_S, Door, Order, Save
+from tests.crucible.ranks import DEADLINE_S, Door, Order
+from tests.crucible.scenarios import Save
 from tests.support import megatron
 
 T = TypeVar("T")
-_OF_ITS_OWN_FILES = (
-    "file",
-    "mkdir",
-)  # what `dist_checkpointing.save` fails at on rank 0 alone, outside of the strategy
+_OF_ITS_OWN_FILES = ("file", "mkdir")
+"""Points at which `dist_checkpointing.save` fails on rank 0 alone, outside of the strategy."""
 
 
 class MegatronDoor(Door):
@@ -37,7 +36,7 @@ class MegatronDoor(Door):
         # As `megatron.without_cuda`, but only for this life: other doors use this process, too.
         self._played = mock.patch.multiple(torch.cuda, current_device=lambda: "cpu", synchronize=lambda *args: None)
         self._played.start()
-        child = any(save.mode == "process" for save in order.saves)
+        child = any(save.mode == "process" for save in order.plan.saves)
         self.door = megatron.Door(order.base, child=child)  # type: ignore[arg-type]
         self._under_way: int | None = None
 
@@ -130,7 +129,7 @@ class MegatronDoor(Door):
         self._end()
         strategy, asynchronous, checks = self.door.save_strategy, save.mode != "sync", save.nth == 1
         version = self.door.version(save.step)
-        if save.nth % 3 or any(fault.point in _OF_ITS_OWN_FILES for fault in self.order.faults):
+        if save.nth % 3 or any(fault.point in _OF_ITS_OWN_FILES for fault in self.order.plan.faults):
             request = save_local_aware_megatron_checkpoint(
                 self.state(), version, strategy, asynchronous, validate_access_integrity=checks
             )

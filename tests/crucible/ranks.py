@@ -26,47 +26,37 @@ from ml_flashpoint.adapter.pytorch.memory_stager import HAS_FUTURES, MemoryStage
 from ml_flashpoint.format.errors import FlashpointError, LoadError
 from ml_flashpoint.local import AsyncCallsQueue, BasicTensorAwareStateDict, LocalCheckpointManager
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy
-from tests.crucible.states import Holder, Spec
+from tests.crucible.scenarios import Life, Save, Scenario
+from tests.crucible.states import Holder
 from tests.support import dcp
 from tests.support.forked import Report
-from tests.support.injector import Fault, Injector, Interrupted
+from tests.support.injector import Injector, Interrupted
 
 DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)
-class Save:
-    """One save of a life, the n-th after what it found: how it is made, and whether it is awaited before the next."""
-
-    nth: int
-    grows: bool  # whether the structure changes before it
-    mode: str = "sync"
-    awaited: bool = False
-    step: int = 0  # known once it is known what was found
-
-
-@dataclass(frozen=True)
 class Order:
-    """One life of one rank."""
+    """One life of one rank: the one with the number ``life`` of a scenario."""
 
+    scenario: Scenario
     life: int
     rank: int
-    world_size: int
-    saved_by: Mapping[tuple[int, int], int]  # number of ranks that saved a step in a life
-    node: str
     base: str
     meeting: tuple[int, str]  # port of a store, and the prefix of what is there for this life
-    door: str
-    spec: Spec
     variants: tuple[int, ...]  # that the newest version may have, the likeliest first
-    saves: tuple[Save, ...]
-    faults: tuple[Fault, ...]
-    clock_s: float
-    interrupted: bool
-    on_this_node: tuple[int, ...]
-    copies: bool
-    keep: int
-    looks_back: bool
+    saved_by: Mapping[tuple[int, int], int]  # number of ranks that saved a step in a life
+    on_this_node: tuple[int, ...]  # processes
+
+    @property
+    def plan(self) -> Life:
+        """What happens in this life."""
+        return self.scenario.lives[self.life]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.plan.placement)
 
 
 class Door(ABC):
@@ -99,7 +89,7 @@ class Door(ABC):
             return self._changed.wait_for(lambda: step is None or step == self._verified, DEADLINE_S)
 
     def make(self, variant: int) -> None:
-        self.holder = Holder(self.order.spec, variant, self.order.rank, self.order.world_size)
+        self.holder = Holder(self.order.scenario.spec, variant, self.order.rank, self.order.world_size)
         self.holder.fill(0, 99)
 
     @abstractmethod
@@ -149,7 +139,7 @@ class FacadeDoor(Door):
             deadline_s=DEADLINE_S,
             handle_sigterm=False,
             on_world_size_change="keep",
-            keep=self.order.keep,
+            keep=self.order.scenario.keep,
         )
         tracked: dict[str, Any] = {"model": self.holder.model, "notes": self.holder.notes}
         if self.holder.optimizer is not None:
@@ -191,7 +181,7 @@ class FacadeDoor(Door):
     def save(self, save: Save) -> None:
         assert self.fp is not None
         # A loop's save may be skipped, or passed over for a newer one; this one may not.
-        if save.awaited or save.nth == len(self.order.saves):
+        if save.awaited or save.nth == len(self.order.plan.saves):
             self.fp.save(save.step)
         assert self.fp.step() == save.step
         if save.awaited:
@@ -301,7 +291,7 @@ class LocalDoor(Door):
 
     def __init__(self, order: Order) -> None:
         super().__init__(order)
-        strategy = PairwiseReplicationStrategy() if order.copies else None
+        strategy = PairwiseReplicationStrategy() if len(set(order.plan.placement)) > 1 else None
         self.manager = LocalCheckpointManager(order.base, repl_strategy=strategy)
         self.queue = AsyncCallsQueue()
         self._under_way: int | None = None
@@ -363,11 +353,11 @@ DOORS: dict[str, type[Door]] = {"facade": FacadeDoor, "dcp": DcpDoor, "local": L
 
 def door_of(order: Order) -> Door:
     """Collective: the door of a life. That of megatron-core, which need not be there, is imported when it is due."""
-    if order.door == "megatron":
+    if order.scenario.door == "megatron":
         from tests.crucible.megatron_door import MegatronDoor
 
         return MegatronDoor(order)
-    return DOORS[order.door](order)
+    return DOORS[order.scenario.door](order)
 
 
 def serve(report: Report) -> None:
@@ -387,7 +377,7 @@ def serve(report: Report) -> None:
 
 def live(report: Callable[..., None], order: Order) -> dict[str, Any]:
     """One life: recover, check, save, end."""
-    os.environ["FLASHPOINT_NODE_ID"] = order.node
+    os.environ["FLASHPOINT_NODE_ID"] = f"node-{order.plan.placement[order.rank]}"
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # where saving processes meet
     port, prefix = order.meeting
     dist.init_process_group(
@@ -398,36 +388,35 @@ def live(report: Callable[..., None], order: Order) -> dict[str, Any]:
         timeout=timedelta(seconds=8 * DEADLINE_S),  # ranks settle one deadline after the other, and then meet
     )
     # torch's saving process takes long to start where others compute.
-    takes_s = DEADLINE_S * (4 if any(save.mode == "process" for save in order.saves) else 1)
+    takes_s = DEADLINE_S * (4 if any(save.mode == "process" for save in order.plan.saves) else 1)
     os.environ["FLASHPOINT_SEAL_DEADLINE_S"] = str(takes_s)
-    injector = Injector(
-        order.rank, order.faults, base=order.base, on_this_node=order.on_this_node, clock_s=order.clock_s
-    )
-    with injector, Interrupted() if order.interrupted else contextlib.nullcontext():
+    plan, clock_s = order.plan, order.plan.clock_s if order.rank == 0 else 0.0
+    injector = Injector(order.rank, plan.faults, base=order.base, on_this_node=order.on_this_node, clock_s=clock_s)
+    with injector, Interrupted() if plan.interrupted else contextlib.nullcontext():
         door = door_of(order)
         found = door.load()
         if found is not None:
-            step, life = door.holder.check(order.saved_by if order.door in ("facade", "local") else {})
+            step, life = door.holder.check(order.saved_by if order.scenario.door in ("facade", "local") else {})
             assert step == found, f"version {found} holds step {step}"
             report("loaded", (step, life, door.holder.variant))
             found = _back(report, door, found)
         else:
             report("loaded", None)
-        for planned in order.saves:
+        for planned in order.plan.saves:
             save = replace(planned, step=planned.nth + (found or 0))
             injector.at(save.nth)
             door.before_change()
-            if save.grows and door.holder.variant < len(order.spec.grown):
+            if save.grows and door.holder.variant < len(order.scenario.spec.grown):
                 door.holder.grow()
             door.holder.fill(save.step, order.life)
-            if save.nth == len(order.saves) and any(each.grows for each in order.saves):
+            if save.nth == len(order.plan.saves) and any(each.grows for each in order.plan.saves):
                 dist.barrier()  # as a training step is one, or a rank that has not grown is done first
             report("begins", save.step, door.holder.variant)
             door.save(save)
             report("state", door.verified)
         settled = door.settle()
         report("state", door.verified)
-        if order.keep > 1:
+        if order.scenario.keep > 1:
             report("kept", door.kept())
         dist.barrier()  # as training does: nobody leaves while others still copy from here
         door.end()
@@ -438,11 +427,11 @@ def live(report: Callable[..., None], order: Order) -> dict[str, Any]:
 def _back(report: Callable[..., None], door: Door, found: int) -> int:
     """Go back to the oldest version that is kept, if that is to be; the step gone on from."""
     order = door.order
-    if order.keep == 1:
+    if order.scenario.keep == 1:
         return found
     kept = door.kept()
     report("kept", kept)
-    if not order.looks_back or min(kept, default=found) == found:
+    if not order.plan.looks_back or min(kept, default=found) == found:
         return found
     report("goes back", min(kept))
     door.go_back(min(kept))

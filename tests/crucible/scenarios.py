@@ -10,7 +10,6 @@ import importlib.util
 import random
 from dataclasses import dataclass, replace
 
-from tests.crucible.ranks import Save
 from tests.crucible.states import STORED, TRAINABLE, Leaf, Spec
 from tests.support.injector import Fault
 
@@ -24,16 +23,27 @@ _SHARDINGS = ("none", "ddp", "ddp", "fsdp2", "hsdp", "tp", "mixed")
 _MEGATRON = 0.4  # of the DCP door's rounds: they are megatron-core's instead, where that is installed
 _IN_PROCESSES = 0.03  # of the DCP door's rounds: each saving process takes seconds to start
 _MODES_WITH_PROCESSES = ("sync", "thread", "process", "process")
-_POINTS_OF_SAVES = (
+POINTS_OF_SAVES = (
     "staging", "staged", "reusing", "committing", "linked", "committed", "copying", "copied", "receiving", "received",
     "answering", "answered", "deciding", "adopting",
 )  # fmt: skip
-_POINTS_OF_RECOVERIES = ("loading", "voting", "open", "file", "beginning", "begun")
-_ERRORS = (
+POINTS_OF_RECOVERIES = ("loading", "voting", "open", "file", "beginning", "begun")
+ERRORS = (
     ("open", "emfile"), ("open", "emfile"), ("file", "emfile"), ("link", "enospc"), ("rename", "enospc"),
     ("mkdir", "enospc"), ("allocate", "enospc"), ("file", "enospc"), ("connect", "refused"), ("connect", "refused"),
     ("copying", "reset"), ("receiving", "reset"), ("copied", "reset"), ("thread", "no-thread"),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save of a life, the n-th after what it found: how it is made, and whether it is awaited before the next."""
+
+    nth: int
+    grows: bool  # whether the structure changes before it
+    mode: str = "sync"
+    awaited: bool = False
+    step: int = 0  # known once it is known what was found
 
 
 @dataclass(frozen=True)
@@ -171,19 +181,19 @@ def _life(rng: random.Random, door: str, placement: tuple[int, ...], *, last: bo
     strike = None
     what = rng.random()
     if what < 0.3:
-        point, step = rng.choice(_POINTS_OF_SAVES), rng.randrange(1, count + 1)
+        point, step = rng.choice(POINTS_OF_SAVES), rng.randrange(1, count + 1)
         action = rng.choice(("kill", "kill", "kill-node"))
         faults.append(Fault(rng.choice(ranks), step, point, action, rng.randrange(1, 4)))
     elif what < 0.4:
-        faults.append(Fault(rng.choice(ranks), 0, rng.choice(_POINTS_OF_RECOVERIES), "kill"))
+        faults.append(Fault(rng.choice(ranks), 0, rng.choice(POINTS_OF_RECOVERIES), "kill"))
     elif what < 0.55:
         strike = (rng.choice(ranks), rng.randrange(1, count + 1), rng.choice((0.0, 0.002, 0.01, 0.03)))
     elif what < 0.85:
         for _ in range(rng.choice((1, 1, 2))):
-            point, action = rng.choice(_ERRORS)
+            point, action = rng.choice(ERRORS)
             faults.append(Fault(rng.choice(ranks), rng.randrange(0, count + 1), point, action, rng.randrange(1, 4)))
     if rng.random() < 0.15:
-        faults.append(Fault(rng.choice(ranks), rng.randrange(0, count + 1), rng.choice(_POINTS_OF_SAVES), "slow"))
+        faults.append(Fault(rng.choice(ranks), rng.randrange(0, count + 1), rng.choice(POINTS_OF_SAVES), "slow"))
     nodes = sorted(set(placement))
     loses = rng.choice(nodes) if len(nodes) > 1 and rng.random() < 0.4 else None
     return Life(saves, tuple(faults), strike, loses, clock_s, rng.random() < 0.1, placement)

@@ -35,19 +35,15 @@ def shrink(scenario: Scenario, fails: Callable[[Scenario], bool], seconds: float
 def smaller(scenario: Scenario) -> Iterator[Scenario]:
     """Scenarios with one thing less, what takes most time first."""
     lives, spec = scenario.lives, scenario.spec
-    if len(lives) > 1:
-        for index in range(len(lives)):
-            yield replace(scenario, lives=lives[:index] + lives[index + 1 :])
     for index, life in enumerate(lives):
+        if len(lives) > 1:
+            yield replace(scenario, lives=(*lives[:index], *lives[index + 1 :]))
         for less in _less_of(life):
             yield replace(scenario, lives=(*lives[:index], less, *lives[index + 1 :]))
-    yield from _on_fewer_ranks(scenario)
     targets = {leaf.of for leaf in spec.leaves if leaf.role == "tied"}
     for leaf in spec.leaves if len(spec.leaves) > 1 else ():
         if leaf.name not in targets:
             yield replace(scenario, spec=replace(spec, leaves=tuple(each for each in spec.leaves if each != leaf)))
-    if scenario.keep > 1:
-        yield replace(scenario, keep=1)
     for name, value in (("sharding", "none"), ("optimizer", "none"), ("payload", 3)):
         if getattr(spec, name) != value:
             yield replace(scenario, spec=replace(spec, **{name: value}))
@@ -62,19 +58,3 @@ def _less_of(life: Life) -> Iterator[Life]:
             yield replace(life, **{name: getattr(plain, name)})
     if life.saves:
         yield replace(life, saves=life.saves[:-1])
-    for index, save in enumerate(life.saves):
-        if save.grows:
-            calm = replace(save, grows=False)
-            yield replace(life, saves=(*life.saves[:index], calm, *life.saves[index + 1 :]))
-
-
-def _on_fewer_ranks(scenario: Scenario) -> Iterator[Scenario]:
-    for placement in ((0,), (0, 0), (0, 1)):
-        if all(len(life.placement) > len(placement) and _fits(life, placement) for life in scenario.lives):
-            lives = tuple(replace(life, placement=placement) for life in scenario.lives)
-            yield replace(scenario, lives=lives)
-
-
-def _fits(life: Life, placement: tuple[int, ...]) -> bool:
-    hurt = [fault.rank for fault in life.faults] + ([life.strike[0]] if life.strike else [])
-    return all(rank < len(placement) for rank in hurt) and (life.loses is None or life.loses in placement)

@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.crucible.campaign import Campaign, Finding
-from tests.crucible.ranks import Save
-from tests.crucible.scenarios import Life, Scenario, draw
+from tests.crucible.scenarios import ERRORS, POINTS_OF_RECOVERIES, POINTS_OF_SAVES, Life, Save, Scenario, draw
 from tests.crucible.shrink import shrink
 from tests.crucible.states import Leaf, Spec
 from tests.support import own_network
@@ -73,6 +72,10 @@ KEPT: list[Scenario] = [
         (Life(_saves(8), tuple(Fault(0, 1, "answering", "slow", nth) for nth in (2, 3, 4, 5)), placement=(0, 0)),),
         keep=3,
     ),
+    # It crashes before its first verified save, again and again: the memory must not fill.
+    Scenario("facade", _SMALL, (Life(_saves(2)), *[Life(_saves(3), (Fault(0, 1, "deciding", "kill"),))] * 4)),
+    # Ranks and nodes change from life to life.
+    Scenario("facade", _SMALL, tuple(Life(_saves(2), placement=each) for each in ((0, 1), (1,), (0, 0, 1), (1, 0)))),
     # A save fails on another rank, and what this one has written is in the way of the next, which is asynchronous.
     Scenario(
         "dcp",
@@ -86,7 +89,24 @@ KEPT: list[Scenario] = [
     ),
 ]
 
+OF_MEGATRON = {"file"}
+"""Points that only its door comes to."""
+
 CUT = range(6, 16)  # seeds; none in which a deadline is waited for
+
+
+def killed_at(number: int, point: str, *, of_save: bool) -> Scenario:
+    """One of two ranks is killed at a point; the memory of its node goes with it every other time."""
+    rank = 0 if point == "deciding" else number % 2
+    loses = rank if number // 2 % 2 else None
+    hurt = Life(_saves(5, awaited=(1,)), (Fault(rank, 2 if of_save else 0, point, "kill"),), loses=loses)
+    return Scenario("facade", _SMALL, ((hurt,) if of_save else (Life(_saves(2)), hurt)) + (Life(_saves(2)),))
+
+
+def failing(point: str, action: str) -> Scenario:
+    """A call fails on one of two ranks: in a save, in the recovery of its lost node, and never again."""
+    first = Life(_saves(5, awaited=(1,)), (Fault(1, 1, point, action),), loses=1)
+    return Scenario("facade", _SMALL, (first, Life(_saves(3), (Fault(1, 0, point, action),)), Life(_saves(2))))
 
 
 def _shrunk(campaign: Campaign, scenario: Scenario) -> Scenario:
@@ -146,6 +166,23 @@ def rounds(folder: Path, seeds: range, seconds: float = float("inf"), at_once: i
 def test_kept_scenarios(tmpfs: Path, scenario: Scenario) -> None:
     with Campaign(tmpfs) as campaign:
         campaign.play(scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("points", [POINTS_OF_SAVES, POINTS_OF_RECOVERIES], ids=["saves", "recoveries"])
+def test_a_kill_at_every_point(tmpfs: Path, points: tuple[str, ...]) -> None:
+    with Campaign(tmpfs) as campaign:
+        scenarios = {each: killed_at(at, each, of_save=points is POINTS_OF_SAVES) for at, each in enumerate(points)}
+        never = [point for point, scenario in scenarios.items() if not campaign.play(scenario)]
+    assert set(never) <= OF_MEGATRON, f"it was not killed at {never}"
+
+
+@pytest.mark.slow
+def test_an_error_of_every_kind(tmpfs: Path) -> None:
+    with Campaign(tmpfs) as campaign:
+        scenarios = {(point, action): failing(point, action) for point, action in sorted(set(ERRORS))}
+        never = [point for (point, _), each in scenarios.items() if each.lives[0].faults[0] not in campaign.play(each)]
+    assert set(never) <= OF_MEGATRON, f"{never} did not come"
 
 
 @pytest.mark.slow

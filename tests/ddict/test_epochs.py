@@ -265,7 +265,7 @@ def test_a_manager_that_stays_down_is_named_with_the_way_out(tmp_path: Path, mon
         d.checkpoint()
         assert d.persist() == 0
         kill_manager(d, 1)
-        await_that(lambda: bool(runtime_of(d)._managers[1].down))
+        await_that(lambda: 1 in runtime_of(d).down)
         d[key_of(d, 0)] = 2
         d.checkpoint()
         d._access.timeout_s = 2.0

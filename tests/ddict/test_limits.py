@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ml_flashpoint.ddict import DDict, DDictManagerLostError
-from ml_flashpoint.ddict.client.keepalive import Keepalive, Standing
+from ml_flashpoint.ddict.client.session import Session, Standing
 from ml_flashpoint.ddict.links import Links, locator
 from ml_flashpoint.ddict.options import COORDINATOR
 from ml_flashpoint.ddict.wire.requests import Join, Move, Request
@@ -27,20 +27,20 @@ class Process:
     def __init__(self, dictionary: DDict, number: int, timeout_s: float) -> None:
         configuration = dictionary._configuration
         self.links = Links(locator(configuration), configuration.secret)
-        self._keepalive = Keepalive(self.links)
+        self._session = Session(self.links)
         try:
-            self._keepalive.begin(time.monotonic() + timeout_s)
+            self._session.begin(time.monotonic() + timeout_s)
         except BaseException:
             self.close()
             raise
-        self.standing = Standing(f"{number:016x}", self._keepalive.id, 0, 0)
+        self.standing = Standing(f"{number:016x}", self._session.id, 0, 0)
         self.ask(Join(self.standing.account()))
 
     def ask(self, request: Request) -> None:
         self.links.call(COORDINATOR, request, deadline=time.monotonic() + DEADLINE_S)
 
     def close(self) -> None:
-        self._keepalive.close()
+        self._session.close()
 
 
 def test_as_many_processes_as_may_write() -> None:

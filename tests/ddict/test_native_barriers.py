@@ -35,7 +35,6 @@ def test_threads_pass_a_barrier_together() -> None:
             indices = in_threads(3, lambda _: (barrier.wait(timeout=DEADLINE_S), passed.append(0))[0])
             assert sorted(indices) == [0, 1, 2]
             assert len(passed) == 3 * (meeting + 1)
-        assert len(barrier._idle) <= 3, "connections are used again"
 
 
 def test_one_who_gives_up_breaks_the_barrier_until_it_is_reset() -> None:
@@ -95,9 +94,6 @@ def test_a_question_without_an_answer_in_time_breaks_nothing(tmp_path: Path, mon
         maker.send_signal(signal.SIGCONT)
         assert (barrier.n_waiting, barrier.broken) == (0, False)
         meet()
-        # Its end without a farewell is still noticed.
-        barrier._idle[0].close()
-        wait_until(lambda: barrier.broken, "the end of the connection to be heard")
 
 
 def test_a_barrier_of_a_killed_process_leaves_nothing(tmp_path: Path) -> None:

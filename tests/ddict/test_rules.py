@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict.client.keepalive import Standing
+from ml_flashpoint.ddict.client.session import Standing
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictWritesLostError,
@@ -368,7 +368,7 @@ class World:
 
     def committed(self, prepared: asked.Prepare) -> None:
         """A commit is made of whole steps, and of nothing that was taken back."""
-        if not self.rules.commit(prepared, [1] * MANAGERS):
+        if not self.rules.commit(prepared, [(1, 1)] * MANAGERS):
             return
         cut = prepared.cut
         there = {entry.key for manager in self.managers for entry in manager.kept[cut][1]}

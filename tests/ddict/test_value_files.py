@@ -401,9 +401,7 @@ def test_a_manager_that_comes_back_respects_readers_from_before(tmpfs: Path, wri
 # ---- odds and ends ----------------------------------------------------------------------------------------------
 
 
-def test_arguments_are_checked(store: PartStore, tmpfs: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="incarnation must be"):
-        ValueSlots(store, "../../x")
+def test_what_is_no_slot_is_not_read(tmpfs: Path) -> None:
     for path in (tmpfs / "none", tmpfs / "empty"):
         (tmpfs / "empty").touch()
         with pytest.raises(StaleValueError):

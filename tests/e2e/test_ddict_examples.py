@@ -9,10 +9,7 @@ import random
 import re
 import shutil
 import signal
-import sys
 import tempfile
-import threading
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,62 +18,38 @@ import psutil
 import pytest
 import torch
 
-from tests.support.cluster import REPOSITORY
-from tests.support.processes import CapturedProcess, kill_marked, marked_processes, suspend
+from tests.support.cluster import REPOSITORY, Cluster
+from tests.support.processes import suspend
 
-pytestmark = [pytest.mark.slow(330), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow(190), pytest.mark.timeout(600)]
 
 EXAMPLES = REPOSITORY / "examples" / "ddict"
+PRELOADED = ("ml_flashpoint.ddict", "ml_flashpoint.ddict.native")
 DEADLINE_S = 250.0
-_MARK = "FLASHPOINT_TEST_CLUSTER"
 
 
-class Program:
+class Program(Cluster):
     """A running example."""
 
     def __init__(self, name: str, temporary: Path, tmpfs: Path, args: tuple[object, ...]) -> None:
-        self.mark = uuid.uuid4().hex
-        self._changed = threading.Condition()
+        env = {"FLASHPOINT_DDICT_BASE": str(tmpfs), "TMPDIR": str(temporary)}
+        super().__init__(temporary / "root", EXAMPLES / f"{name}.py", args=args, env=env, preload=PRELOADED)
         self._temporary, self._tmpfs = temporary, tmpfs
-        env = {
-            **{key: value for key, value in os.environ.items() if not key.startswith("FLASHPOINT_")},
-            "FLASHPOINT_DDICT_BASE": str(tmpfs),
-            "TMPDIR": str(temporary),
-            "GLOO_SOCKET_IFNAME": "lo",
-            _MARK: self.mark,
-        }
-        argv = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, args)]
-        self.process = CapturedProcess(argv, env, self._notify)
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        with self._changed:
-            self._changed.wait_for(lambda: self.process.ended or self.find(pattern), DEADLINE_S)
-        found = self.find(pattern)
-        assert found is not None, f"no {pattern!r} in {self.process.output}"
-        return found
-
-    def find(self, pattern: str) -> re.Match[str] | None:
-        return re.search(pattern, self.process.output, re.MULTILINE)
 
     def end(self, code: int = 0) -> str:
-        """Waits for the end, checks that nothing is left of the program, and returns its output."""
-        assert self.process.join(DEADLINE_S), f"it does not end: {self.process.output}"
-        assert self.process.returncode == code, self.process.output
+        """Wait for the end, check that nothing is left of the program, and return its output."""
+        codes, output = self.wait(DEADLINE_S, check=False), self.outputs()[0]
+        assert codes == [code], output
         # The managers and multiprocessing's tracker end when they see that the program has.
-        _, left = psutil.wait_procs(marked_processes(**{_MARK: self.mark}), timeout=20)
+        _, left = psutil.wait_procs(self.processes(), timeout=20)
         assert not left
         assert list(self._tmpfs.iterdir()) == []
         assert list(self._temporary.glob("mlf-*")) == []
-        return self.process.output
+        return output
 
     def manager_pid(self, manager: int) -> int:
         """Process id of a manager: of the one that serves at its socket."""
-        marked = marked_processes(**{_MARK: self.mark})
-        (pid,) = [each.pid for each in marked if f"m-{manager}.sock" in sockets_of(each)]
+        (pid,) = [each.pid for each in self.processes() if f"m-{manager}.sock" in sockets_of(each)]
         return pid
 
 
@@ -91,12 +64,8 @@ def sockets_of(process: psutil.Process) -> set[str]:
 @contextlib.contextmanager
 def running(name: str, tmpfs: Path, *args: object) -> Iterator[Program]:
     # pytest's own folders have names so long that multiprocessing's socket does not fit into them.
-    with tempfile.TemporaryDirectory() as temporary:
-        program = Program(name, Path(temporary), tmpfs, args)
-        try:
-            yield program
-        finally:
-            kill_marked(**{_MARK: program.mark})
+    with tempfile.TemporaryDirectory() as temporary, Program(name, Path(temporary), tmpfs, args) as program:
+        yield program
 
 
 def run(name: str, tmpfs: Path, *args: object, code: int = 0) -> str:
@@ -204,21 +173,15 @@ def test_a_killed_training_goes_on_from_memory_at_the_last_finished_epoch(
     assert_same_bits(saved(tmp_path), uninterrupted)
 
 
-@pytest.mark.parametrize(("manager", "with_memory"), [(0, True), (1, False)], ids=["with its memory", "without"])
-def test_a_training_that_lost_a_manager_goes_on_from_memory(
-    tmp_path: Path, tmpfs: Path, uninterrupted: dict[str, Any], manager: int, with_memory: bool
+def test_a_training_that_lost_a_manager_with_its_memory_goes_on_from_memory(
+    tmp_path: Path, tmpfs: Path, uninterrupted: dict[str, Any]
 ) -> None:
-    args = training_args(tmp_path, "--in-memory")
-    with running("training", tmpfs, *args) as program:
-        program.wait_for(rf"^Epoch \[5/{EPOCHS}\]")
-        lost = program.manager_pid(manager)
-        assert program.find(rf"^Epoch \[{EPOCHS}/{EPOCHS}\]") is None, "too late"
-        if with_memory:
-            lose_node(lost, tmpfs, manager)
-        else:
-            os.kill(lost, signal.SIGKILL)
+    with running("training", tmpfs, *training_args(tmp_path, "--in-memory")) as program:
+        program.wait_for_output(rf"^Epoch \[5/{EPOCHS}\]", timeout_s=DEADLINE_S)
+        lost = program.manager_pid(0)
+        lose_node(lost, tmpfs, 0)
         output = program.end()
-        assert re.search(rf"manager {manager} of \S+ \(pid {lost}\) ended without a word and is started again", output)
+        assert re.search(rf"manager 0 of \S+ \(pid {lost}\) ended without a word and is started again", output)
         assert output.index("is started again") < output.index(f"Epoch [{EPOCHS}/{EPOCHS}]"), "too late"
     finished = epochs_of(output)
     assert finished == sorted(set(finished)), "an epoch that was finished was trained again"

@@ -42,7 +42,8 @@ def live_through(root: Path, kind: str, faults: list[str]) -> None:
     for life, fault in enumerate(faults):
         victim = chance.randrange(RANKS)
         with Team(worker.train, root, RANKS, kind, folder, life, STEPS_A_LIFE * (life + 1), steps) as team:
-            team[victim].next_report("step")
+            # A node lost before this life has copies is one more than is promised.
+            team[victim].next_report("copied" if fault == "node" else "step")
             time.sleep(chance.random() * 0.2)
             team[victim].kill()
             if fault == "node":
@@ -60,15 +61,15 @@ def live_through(root: Path, kind: str, faults: list[str]) -> None:
         assert sum("resumes" in each for each in reports) == len(faults) + 1
 
 
-@pytest.mark.parametrize("kind", ["stage 0", "stage 1, bf16", "stage 3"])
+@pytest.mark.parametrize("kind", ["stage 1, bf16", "stage 3"])
 def test_killed_and_without_a_node(tmpfs: Path, kind: str) -> None:
-    live_through(tmpfs, kind, ["rank", "node", "rank"])
+    live_through(tmpfs, kind, ["rank", "node"])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", list(worker.KINDS))
 def test_killed_again_and_again(tmpfs: Path, kind: str) -> None:
-    live_through(tmpfs, kind, ["rank"] * 10 + ["node"] * 3 + ["rank"] * 10)
+    live_through(tmpfs, kind, ["rank", "rank", "node", "rank"] * 5)
 
 
 EXAMPLE = REPOSITORY / "examples" / "deepspeed" / "train_gpt.py"

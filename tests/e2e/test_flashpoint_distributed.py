@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster, run_ranks
+from tests.support.cluster import Cluster
 from tests.support.forked import Team, call_team
 from tests.workers import distributed_training as worker
 from tests.workers.training import gate_of
@@ -49,55 +49,49 @@ def test_resumed_run_is_the_undisturbed_run_and_a_lost_node_is_replaced_from_its
     first = train(tmpfs, kind, 5)
     assert [r["recovery"]["step"] for r in first] == [0] * 4
     assert [r["replicated"] for r in first] == [5] * 4
-    second = train(tmpfs, kind, 9, seed=1)
-    assert [r["recovery"]["step"] for r in second] == [5] * 4
-    assert [r["recovery"]["fetched_bytes"] for r in second] == [0] * 4
     shutil.rmtree(tmpfs / "node-0")
-    third = train(tmpfs, kind, 11, seed=2)
-    assert [r["recovery"]["step"] for r in third] == [9] * 4
-    assert all(r["recovery"]["fetched_bytes"] > 0 for r in third[:2])
+    second = train(tmpfs, kind, 8, seed=1)
+    assert [r["recovery"]["step"] for r in second] == [5] * 4
+    assert all(r["recovery"]["fetched_bytes"] > 0 for r in second[:2])
     shutil.rmtree(tmpfs / "node-1")
-    fourth = train(tmpfs, kind, 13, seed=3)
-    assert [r["recovery"]["step"] for r in fourth] == [11] * 4
-    assert [r["digests"] for r in fourth] == undisturbed(tmpfs, kind, 13)
+    third = train(tmpfs, kind, 10, seed=2)
+    assert [r["recovery"]["step"] for r in third] == [8] * 4
+    assert [r["digests"] for r in third] == undisturbed(tmpfs, kind, 10)
 
 
-@pytest.mark.slow(300)
+@pytest.mark.slow(150)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["fsdp2", pytest.param("ddp", marks=pytest.mark.soak)])
 def test_torchrun_with_ranks_and_nodes_killed(tmpfs: Path, kind: str) -> None:
     # However late a kill comes, it finds the ranks at work, or before the gate that only it opens.
-    steps, chance = 60, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
-    expected = run_ranks(tmpfs / "reference", "training", 4, args=["--without", "--kind", kind, "--steps", steps])
+    steps, chance = 48, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
+    expected = undisturbed(tmpfs / "reference", kind, steps)
     with Cluster(
         tmpfs,
         "training",
         nodes=2,
         ranks_per_node=2,
-        args=["--kind", kind, "--steps", steps, "--pace", 0.05, "--gates", "16,32,48"],
+        args=["--kind", kind, "--steps", steps, "--gates", "16,32"],
         torchrun=True,
         max_restarts=10,
     ) as cluster:
-        cluster.wait_for_report(rank=0, step=chance.randrange(4, 9))
+        cluster.wait_for_report(rank=0, step=chance.randrange(4, 12))
         cluster.kill_rank(chance.randrange(4))
         gate_of(tmpfs, 16).touch()
-        cluster.wait_for_report(rank=0, step=chance.randrange(20, 26), timeout_s=120)
+        cluster.wait_for_report(rank=0, step=chance.randrange(20, 28), timeout_s=120)
         node = chance.randrange(2)
         cluster.kill_node(node)
         cluster.start_node(node)
         gate_of(tmpfs, 32).touch()
-        cluster.wait_for_report(rank=0, step=chance.randrange(36, 42), timeout_s=120)
-        cluster.kill_rank(chance.randrange(4))
-        gate_of(tmpfs, 48).touch()
         cluster.wait(timeout_s=240, check=False)
         for rank in range(4):
             reports = cluster.reports(rank)
             (digests,) = [r["digests"] for r in reports if "digests" in r]
-            assert digests == expected[rank][0]["digests"]
+            assert digests == expected[rank]
             resumed = [r["resumed"] for r in reports if "resumed" in r]
-            assert len(resumed) >= 4, "killed three times"
+            assert len(resumed) >= 3, "killed twice"
             steps_seen = [r["step"] for r in reports if "step" in r]
-            assert len(steps_seen) - steps <= 3 * 12, "few steps are done twice"
+            assert len(steps_seen) - steps <= 2 * 12, "few steps are done twice"
             replicated = 0
             for report in reports:
                 assert report.get("resumed", replicated) >= replicated, "a step was lost that all ranks had copies of"
@@ -108,40 +102,18 @@ def test_torchrun_with_ranks_and_nodes_killed(tmpfs: Path, kind: str) -> None:
 # What ranks have of their own, the data's order here, is kept; tests/e2e/test_world_size_change.py is about that.
 
 
-@pytest.mark.parametrize(
-    ("kind", "placements"),
-    [
-        ("fsdp2", ((0, 1), (0, 0, 1, 1), (0,), (1, 0, 1))),
-        ("ddp", ((1, 0, 1),)),
-        pytest.param("ddp", ((0, 1), (0, 0, 1, 1), (0,)), marks=pytest.mark.soak),
-    ],
-    ids=str,
-)
-def test_fewer_and_more_ranks(tmpfs: Path, kind: str, placements: tuple[tuple[int, ...], ...]) -> None:
-    before = train(tmpfs, kind, 3)
-    for placement in placements:
-        after = train(tmpfs, kind, 0, placement, seed=3, change="keep")
-        assert {r["recovery"]["step"] for r in after} == {3}
-        for result in after:
-            assert result["found"] == before[0]["shared"]
-
-
-def test_fewer_ranks_save_and_more_go_on(tmpfs: Path) -> None:
-    train(tmpfs, "fsdp2", 3)
-    two = train(tmpfs, "fsdp2", 6, (0, 1), seed=4, change="keep")
-    assert [r["replicated"] for r in two] == [6, 6]
-    four = train(tmpfs, "fsdp2", 9, seed=5, change="keep")
-    assert [r["found"] for r in four] == [two[0]["shared"]] * 4
-    assert [r["replicated"] for r in four] == [9] * 4
-
-
 @pytest.mark.parametrize("kind", ["fsdp2", pytest.param("ddp", marks=pytest.mark.soak)])
-def test_lost_node_without_a_spare(tmpfs: Path, kind: str) -> None:
-    before = train(tmpfs, kind, 3)
-    shutil.rmtree(tmpfs / "node-1")
-    after = train(tmpfs, kind, 5, (0, 0), seed=2, change="keep")
-    assert [r["found"] for r in after] == [before[0]["shared"]] * 2
-    assert {r["recovery"]["step"] for r in after} == {3}
+def test_fewer_and_more_ranks_and_a_lost_node_without_a_spare(tmpfs: Path, kind: str) -> None:
+    before, steps = train(tmpfs, kind, 3), 3
+    for seed, placement in enumerate([(1, 0, 1), (0, 1), TWO_NODES, (0, 0), (0,)], 3):
+        if placement == (0, 0):
+            shutil.rmtree(tmpfs / "node-1")
+        after = train(tmpfs, kind, steps + 2, placement, seed=seed, change="keep")
+        assert [r["recovery"]["step"] for r in after] == [steps] * len(placement)
+        assert [r["found"] for r in after] == [before[0]["shared"]] * len(placement)
+        before, steps = after, steps + 2
+        if len(set(placement)) > 1:
+            assert [r["replicated"] for r in after] == [steps] * len(placement)
 
 
 def test_replicated_state_is_shared_out(tmpfs: Path) -> None:
@@ -228,15 +200,14 @@ def test_batch_normalization_compiled_by_itself_is_that_of_rank_0(tmpfs: Path) -
 # ---- peers that die or hang -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_training_goes_on_without_its_peer(tmpfs: Path, how: signal.Signals) -> None:
+def test_training_goes_on_without_its_peer(tmpfs: Path) -> None:
     deadline_s = 6.0
     # No other deadline is shortened: neither the ranks' agreement nor a save that waits for its peer holds up others.
     with Team(
         worker.go_on_alone, tmpfs, 2, deadline_s, env={"FLASHPOINT_TRANSFER_DEADLINE_S": str(deadline_s)}
     ) as team:
         team[0].next_report("step", 5)
-        os.kill(team[1].pid, how)
+        team[1].stop()
         (_, before, *_) = team[0].next_report("step")
         slowest, step, failures, degraded = 0.0, before, 0, False
         while not degraded or step < before + 20:

@@ -9,8 +9,6 @@ import pytest
 
 from tests.support.cluster import run_ranks
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
 def test_megatrons_state_and_queue(tmpfs: Path) -> None:

@@ -12,8 +12,6 @@ import pytest
 from tests.support.cluster import Cluster
 from tests.workers.local_seed import LAST, LAST_OF_FIRST_LIFE, MODES
 
-pytestmark = pytest.mark.slow
-
 
 def _check(tmpfs: Path, world_size: int, *args: str) -> None:
     modes = [mode for mode, (_, jump) in MODES.items() if jump is None or jump < world_size]

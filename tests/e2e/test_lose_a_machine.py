@@ -20,7 +20,7 @@ import pytest
 from tests.support.cluster import ClusterError
 from tests.support.processes import REPOSITORY, child_environment, marked_processes
 
-pytestmark = [pytest.mark.slow(200), pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow(100), pytest.mark.timeout(500)]
 
 EXAMPLE = REPOSITORY / "examples" / "lose_a_machine.py"
 SHM = Path("/dev/shm")

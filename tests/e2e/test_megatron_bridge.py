@@ -16,7 +16,6 @@ from tests.support.processes import REPOSITORY
 GUIDE = REPOSITORY / "docs" / "megatron-bridge.md"
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.soak,
     pytest.mark.skipif(
         find_spec("megatron") is None or find_spec("megatron.bridge") is None, reason="needs Megatron-Bridge"

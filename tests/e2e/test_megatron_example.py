@@ -16,7 +16,6 @@ SCRIPT = REPOSITORY / "examples" / "megatron" / "train_gpt.py"
 STEPS, DISK_EVERY = 40, 12  # far more steps than can pass between what is read in the output and the kill
 DEADLINE_S = 200.0
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(4 * DEADLINE_S),
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
@@ -12,20 +11,21 @@ from tests.support import warm
 from tests.support.cases import RUN_TIMEOUT_S, CaseRuns
 from tests.support.cluster import Cluster
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("nemo") is None, reason="NeMo is not installed")
+pytestmark = [
+    pytest.mark.slow(60),
+    pytest.mark.skipif(importlib.util.find_spec("nemo") is None, reason="NeMo is not installed"),
+]
 
 CASES = [
     "sync",
     "asynchronous",
     "both_asynchronous",
     "failing",
-    "what_could_not_be_restored",
     "callback",
     "auto_resume",
     "ending",
     "forgetting_to_ask",
     "context",
-    "planted_links",
     "wrapping_twice",
     "the_page",
     "disabled",
@@ -37,8 +37,6 @@ CASES = [
 @pytest.mark.parametrize("name", CASES)
 def test_on_two_nodes(case_runs: CaseRuns, name: str) -> None:
     """One job for all of them: NeMo takes longest to import."""
-    if name == "planted_links" and os.geteuid() != 0:
-        pytest.skip("only root can make links of another user")
 
     def make(root: Path) -> Cluster:
         return Cluster(root, "nemo_cases", nodes=2, args=CASES, torchrun=True, preload=warm.NEMO)

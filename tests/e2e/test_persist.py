@@ -1,10 +1,11 @@
-"""Jobs of several ranks that go on from what is persisted, on as many ranks or on others."""
+"""Jobs of several ranks that go on from what is persisted, on as many ranks or on others, through every door."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,87 +16,39 @@ from ml_flashpoint.stores.location import open_store
 from ml_flashpoint.tools.copy import persist_version
 from tests.support.forked import Team, call_team, preload
 from tests.support.persisting import lose_all_nodes, persisted_steps
-from tests.workers import persisting, persisting_doors
+from tests.workers import persisting_doors
 from tests.workers.persisting_doors import Life
 
 _MEGATRON = importlib.util.find_spec("megatron") is not None
+_HAS_MEGATRON = pytest.mark.skipif(not _MEGATRON, reason="megatron-core is not installed")
+pytestmark = pytest.mark.slow(90)
 preload(persisting_doors.__name__)
 if _MEGATRON:
     preload("tests.support.megatron")  # it takes seconds to import
 
 
-def train(root: Path, world_size: int, until: int, kind: str, **options: Any) -> list[dict[str, Any]]:
-    with Team(persisting.train_ranks, root, world_size, str(root / "store"), until, kind, options) as team:
-        return team.results(120)
-
-
-def test_by_hand_from_what_one_node_of_a_dead_job_holds(tmpfs: Path) -> None:
-    with Team(persisting.train_ranks, tmpfs, 4, None, 6, "fsdp2", {}, placement=(0, 0, 1, 1)) as team:
-        before = team.results(120)
-    persist_version(tmpfs / "node-1" / "job", tmpfs / "store")
-    lose_all_nodes(tmpfs)
-    after = train(tmpfs, 3, 8, "fsdp2")
-    assert [(each["source"], each["began"]) for each in after] == [("persisted", 6)] * 3
-    assert [each["then"] for each in after] == [before[0]["now"]] * 3
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_both_nodes_of_a_pair_are_lost(tmpfs: Path, kind: str) -> None:
-    before = train(tmpfs, 2, 7, kind)
-    assert {each["source"] for each in before} == {"nothing"}
-    assert before[0]["health"].persisted == 7
-    lose_all_nodes(tmpfs)
-    after = train(tmpfs, 2, 11, kind)
-    assert [(each["source"], each["began"]) for each in after] == [("persisted", 7)] * 2
-    assert [each["then"] for each in after] == [before[0]["now"]] * 2  # of buffers under DDP, rank 0's are saved
-    lose_all_nodes(tmpfs)
-    whole = train(tmpfs / "whole", 2, 11, kind)
-    assert [each["all"] for each in after] == [each["all"] for each in whole]
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
-def test_four_ranks_go_on_as_others(tmpfs: Path, world_size: int) -> None:
-    before = train(tmpfs, 4, 6, "fsdp2")
-    lose_all_nodes(tmpfs)
-    after = train(tmpfs, world_size, 8, "fsdp2")
-    assert [(each["source"], each["began"]) for each in after] == [("persisted", 6)] * world_size
-    assert [each["then"] for each in after] == [before[0]["now"]] * world_size
-    lose_all_nodes(tmpfs)
-    again = train(tmpfs, 4, 8, "fsdp2")
-    assert [(each["source"], each["began"]) for each in again] == [("persisted", 8)] * 4
-
-
-@pytest.mark.damages_on_purpose
-def test_a_part_that_is_damaged_makes_all_ranks_go_back(tmpfs: Path) -> None:
-    before = train(tmpfs, 2, 3, "fsdp2")
-    train(tmpfs, 2, 6, "fsdp2")
-    lose_all_nodes(tmpfs)
-    store = tmpfs / "store"
-    newest = next(version for version in open_store(store).versions() if version.counts)
-    assert newest.step == 6
-    path = store / newest.folder / object_name(1, newest.save_id)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 4] ^= 1
-    path.write_bytes(data)
-    after = train(tmpfs, 2, 3, "fsdp2")
-    assert [(each["source"], each["began"]) for each in after] == [("persisted", 3)] * 2
-    assert [each["then"] for each in after] == [each["now"] for each in before]
-
-
-# ---- other doors ----------------------------------------------------------------------------------------------
-
-_HAS_MEGATRON = pytest.mark.skipif(not _MEGATRON, reason="megatron-core is not installed")
-
-
-@pytest.fixture(params=["dcp", "local", pytest.param("megatron", marks=_HAS_MEGATRON)])
+@pytest.fixture(params=["facade", "dcp", "local", pytest.param("megatron", marks=_HAS_MEGATRON)])
 def door(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
 
 
-def live(root: Path, door: str, world_size: int, until: int, *, leaves: bool = False, **options: Any) -> list[Life]:
+def job(
+    root: Path,
+    door: str,
+    world_size: int,
+    until: int,
+    *,
+    leaves: bool = False,
+    placement: Sequence[int] | None = None,
+    **options: Any,
+) -> Team:
     store = str(root / "store")
-    with Team(persisting_doors.train, root, world_size, door, store, until, options, leaves) as team:
+    return Team(persisting_doors.train, root, world_size, door, store, until, options, leaves, placement=placement)
+
+
+def live(root: Path, door: str, world_size: int, until: int, **options: Any) -> list[Life]:
+    with job(root, door, world_size, until, **options) as team:
         return team.results(120)
 
 
@@ -107,9 +60,9 @@ def undisturbed(root: Path, door: str, world_size: int, steps: int) -> list[str]
     return call_team(persisting_doors.undisturbed, root / "undisturbed", world_size, door, steps)
 
 
-def test_a_door_whose_job_is_killed_and_loses_both_nodes_of_a_pair(tmpfs: Path, door: str) -> None:
+def test_a_job_is_killed_and_loses_both_nodes_of_a_pair(tmpfs: Path, door: str) -> None:
     store, options = tmpfs / "store", {"persist_every": 2}
-    with Team(persisting_doors.train, tmpfs, 2, door, str(store), 10**6, options, False) as team:
+    with job(tmpfs, door, 2, 10**6, **options) as team:
         while True:
             _, step, persisted = team[0].next_report("step")
             if persisted is not None and persisted >= 4:
@@ -129,14 +82,15 @@ def test_a_door_whose_job_is_killed_and_loses_both_nodes_of_a_pair(tmpfs: Path, 
     ("door", "leaves"),
     [
         ("dcp", False),
-        ("dcp", True),
         ("local", True),
         pytest.param("megatron", False, marks=_HAS_MEGATRON),
+        pytest.param("facade", True, marks=pytest.mark.soak),
+        pytest.param("dcp", True, marks=pytest.mark.soak),
         pytest.param("local", False, marks=pytest.mark.soak),
         pytest.param("megatron", True, marks=[_HAS_MEGATRON, pytest.mark.soak]),
     ],
 )
-def test_a_door_persists_the_last_version_at_the_end(tmpfs: Path, door: str, leaves: bool) -> None:
+def test_the_last_version_is_persisted_at_the_end(tmpfs: Path, door: str, leaves: bool) -> None:
     first = live(tmpfs, door, 2, 4, leaves=leaves, persist_every=1000)
     assert began(first) == [("nothing", 0)] * 2
     assert persisted_steps(tmpfs / "store") == [4]
@@ -149,9 +103,18 @@ def test_a_door_persists_the_last_version_at_the_end(tmpfs: Path, door: str, lea
     assert [each.now for each in last] == undisturbed(tmpfs, door, 2, 7)
 
 
-def test_a_door_persists_the_newest_version_on_sigterm(tmpfs: Path, door: str) -> None:
-    options = {"persist_every": 1000, "grace_s": 15.0}
-    with Team(persisting_doors.train, tmpfs, 2, door, str(tmpfs / "store"), 10**6, options, False) as team:
+@pytest.mark.parametrize(
+    "door",
+    [
+        "facade",
+        "dcp",
+        pytest.param("local", marks=pytest.mark.soak),
+        pytest.param("megatron", marks=[_HAS_MEGATRON, pytest.mark.soak]),
+    ],
+)
+def test_the_newest_version_is_persisted_on_sigterm(tmpfs: Path, door: str) -> None:
+    """A rank that waits in a collective for one that has ended is ended with the grace."""
+    with job(tmpfs, door, 2, 10**6, persist_every=1000, grace_s=6.0) as team:
         for child in team.ranks:
             child.next_report("step", 5)
         for child in team.ranks:
@@ -164,8 +127,10 @@ def test_a_door_persists_the_newest_version_on_sigterm(tmpfs: Path, door: str) -
     assert began(live(tmpfs, door, 2, kept + 1)) == [("persisted", kept)] * 2
 
 
-@pytest.mark.parametrize(("door", "world_size"), [("dcp", 3), pytest.param("megatron", 2, marks=_HAS_MEGATRON)])
-def test_a_door_goes_on_as_another_number_of_ranks(tmpfs: Path, door: str, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("door", "world_size"), [("facade", 2), ("dcp", 3), pytest.param("megatron", 2, marks=_HAS_MEGATRON)]
+)
+def test_a_job_goes_on_as_another_number_of_ranks(tmpfs: Path, door: str, world_size: int) -> None:
     before = live(tmpfs, door, 4, 3)
     lose_all_nodes(tmpfs)
     after = live(tmpfs, door, world_size, 4)
@@ -181,3 +146,29 @@ def test_local_checkpoints_of_another_number_of_ranks_are_refused(tmpfs: Path) -
     store = str(tmpfs / "store")
     for said in call_team(persisting_doors.refuse_another_number_of_ranks, tmpfs, 3, store):
         assert "was saved by 2 ranks, and there are 3 now" in said
+
+
+def test_what_one_node_of_a_dead_job_holds_is_persisted_by_hand(tmpfs: Path) -> None:
+    before = live(tmpfs, "facade", 4, 6, placement=(0, 0, 1, 1), persists=False)
+    persist_version(tmpfs / "node-1" / "job", tmpfs / "store")
+    lose_all_nodes(tmpfs)
+    after = live(tmpfs, "facade", 3, 8)
+    assert began(after) == [("persisted", 6)] * 3
+    assert [each.then for each in after] == [before[0].now] * 3
+
+
+@pytest.mark.damages_on_purpose
+def test_a_part_that_is_damaged_makes_all_ranks_go_back(tmpfs: Path) -> None:
+    before = live(tmpfs, "facade", 2, 3)
+    live(tmpfs, "facade", 2, 6)
+    lose_all_nodes(tmpfs)
+    store = tmpfs / "store"
+    newest = next(version for version in open_store(store).versions() if version.counts)
+    assert newest.step == 6
+    path = store / newest.folder / object_name(1, newest.save_id)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 4] ^= 1
+    path.write_bytes(data)
+    after = live(tmpfs, "facade", 2, 3)
+    assert began(after) == [("persisted", 3)] * 2
+    assert [each.then for each in after] == [each.now for each in before]

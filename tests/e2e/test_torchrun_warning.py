@@ -16,8 +16,6 @@ from tests.support import warm
 from tests.support.cluster import free_port
 from tests.support.processes import child_environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
 JOB = """
 import os
 import torch.distributed as dist

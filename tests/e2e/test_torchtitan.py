@@ -43,37 +43,21 @@ def assert_undisturbed(cluster: Cluster, lives: int) -> None:
 
 @pytest.mark.parametrize("kind", ["fsdp2", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("hsdp", "tp"))])
 def test_killed_ranks_and_a_lost_node(tmpfs: Path, kind: str) -> None:
-    args, chance = ("--steps", 24, "--kind", kind), random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
-    with job(tmpfs, *args, "--gates", "8,16,22", max_restarts=10) as cluster:
-        for first, gate in ((3, 8), (10, 16), (18, 22)):
+    args, chance = ("--steps", 16, "--kind", kind), random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
+    with job(tmpfs, *args, "--gates", "8,13", max_restarts=10) as cluster:
+        for first, gate in ((3, 8), (9, 13)):
             cluster.wait_for_report(rank=0, step=chance.randrange(first, gate - 2), timeout_s=120)
+            if gate == 13:  # a node lost before this life has copies is one more than is promised
+                cluster.wait_for_report(rank=0, safe_at=gate, timeout_s=120)
             threading.Event().wait(chance.uniform(0, 0.2))  # at any instant of a step and of its save
-            if gate == 16:
+            if gate == 13:
                 cluster.kill_node(node := chance.randrange(2))
                 cluster.start_node(node)
             else:
                 cluster.kill_rank(chance.randrange(2))
             gate_of(tmpfs, gate).touch()
         cluster.wait(timeout_s=240, check=False)
-        assert_undisturbed(cluster, lives=4)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_twenty_kills(tmpfs: Path) -> None:
-    kills, chance = 20, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
-    with job(tmpfs, "--steps", 130, max_restarts=2 * kills) as cluster:
-        for kill in range(kills):
-            # With copies of its own: two nodes lost before that are more than is promised.
-            cluster.wait_for_report(rank=0, becomes_safe=True, nth=kill + 1, timeout_s=200)
-            threading.Event().wait(chance.uniform(0, 0.3))
-            if chance.random() < 0.7:
-                cluster.kill_rank(chance.randrange(2))
-            else:
-                cluster.kill_node(node := chance.randrange(2))
-                cluster.start_node(node)
-        cluster.wait(timeout_s=900, check=False)
-        assert_undisturbed(cluster, lives=kills // 2)
+        assert_undisturbed(cluster, lives=3)
 
 
 def test_the_example_goes_on(tmpfs: Path) -> None:

@@ -47,7 +47,6 @@ def test_on_the_same_number_of_ranks_each_gets_its_own(tmpfs: Path) -> None:
     assert [each["told"] for each in after] == [[], []]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_what_ranks_have_of_their_own(tmpfs: Path, world_size: int) -> None:
     alike = {"epoch": [{"now": 7, "seen": {3, 5}}], "best": [float("inf")]}
@@ -117,7 +116,6 @@ def check_undecided(each: dict[str, Any], world_size: int) -> None:
     assert (each["touched"], each["stepped"], each["trains"], each["fell back"]) == (False, False, True, [])
 
 
-@pytest.mark.slow
 @pytest.mark.damages_on_purpose
 def test_an_older_version_of_this_number_of_ranks_is_not_taken_instead(tmpfs: Path) -> None:
     states = {"counter": [1, 2, 3]}
@@ -177,12 +175,12 @@ RANKS = (2, 3, 3, 1)
 UNTIL: list[int | None] = [2, 2, 1, None]
 
 
-@pytest.mark.slow
 def test_every_sample_is_given_once(tmpfs: Path) -> None:
-    plain, whole, padded, dropped = lives(
+    plain, by_workers, whole, padded, dropped = lives(
         tmpfs,
         [
             ("plain", 37, False, UNTIL),
+            ("persistent workers", 37, False, UNTIL),
             ("plain", 16, False, [4, 1, 1, None]),  # the first epoch is given in full before ranks come
             ("plain", 21, False, [2, None, None, None]),
             ("plain", 21, True, [2, None, None, None]),
@@ -190,7 +188,7 @@ def test_every_sample_is_given_once(tmpfs: Path) -> None:
         RANKS,
     )
     for epoch in range(worker.EPOCHS):
-        assert times_given(plain, epoch) == given_once(37)
+        assert times_given(plain, epoch) == times_given(by_workers, epoch) == given_once(37)
         assert times_given(whole, epoch) == given_once(16)
     # Ranks have as many samples as each other: else those with more would wait for the others.
     for job, of_rest in ((padded, 5), (dropped, 4)):
@@ -206,17 +204,15 @@ def test_every_sample_is_given_once(tmpfs: Path) -> None:
     assert set(times_given(dropped, 1).values()) == {1}
 
 
-@pytest.mark.slow
-def test_every_sample_is_given_once_by_workers(tmpfs: Path) -> None:
-    for job in lives(tmpfs, [("workers", 37, False, UNTIL), ("persistent workers", 37, False, UNTIL)], RANKS):
-        for epoch in range(worker.EPOCHS):
-            assert times_given(job, epoch) == given_once(37)
-
-
-@pytest.mark.slow
 def test_loaders_that_cannot_go_on_are_named(tmpfs: Path) -> None:
-    on_ranks(tmpfs, 2, ("epochs", "dealt", ("plain", 20, 2)), ("other_loader", "undealt", (20, False)))
-    undecided, kept, undealt, longer, from_undealt = on_ranks(
+    on_ranks(
+        tmpfs,
+        2,
+        ("epochs", "dealt", ("plain", 20, 2)),
+        ("epochs", "begun", ("plain", 20, 2)),
+        ("other_loader", "undealt", (20, False)),
+    )
+    undecided, kept, undealt, longer, from_undealt, another, _, begun = on_ranks(
         tmpfs,
         3,
         ("undecided_loader", "dealt", (20, "raise")),
@@ -224,6 +220,9 @@ def test_loaders_that_cannot_go_on_are_named(tmpfs: Path) -> None:
         ("other_loader", "dealt", (20, False)),
         ("other_loader", "dealt", (30, True)),
         ("other_loader", "undealt", (20, True)),
+        ("other_epoch", "dealt", (20,)),
+        ("other_epoch", "begun", (20, True)),
+        ("other_epoch", "begun", (20,)),
     )
     assert kept == [2, 2, 2]
     for said, reason in (
@@ -232,27 +231,15 @@ def test_loaders_that_cannot_go_on_are_named(tmpfs: Path) -> None:
         (undealt, "was to be dealt, and the loader is no plain one"),
         (longer, "the epoch that was begun has 20 samples, not 30"),
         (from_undealt, "the loader that was saved was no plain one with a DistributedSampler"),
+        (another, "'loader' was set to epoch 1, and its state is of the midst of epoch 0"),
+        (begun, "'loader' was set to epoch 1, and its state is of the midst of epoch 0"),
     ):
         assert all(reason in each for each in said), said
-
-
-def test_the_rest_of_an_epoch_is_not_dealt_of_another_one(tmpfs: Path) -> None:
-    on_ranks(tmpfs, 2, ("epochs", "job", ("plain", 20, 2)), ("epochs", "begun", ("plain", 20, 2)))
-    found = on_ranks(
-        tmpfs,
-        1,
-        ("other_epoch", "job", (20,)),
-        ("other_epoch", "begun", (20, True)),
-        ("other_epoch", "begun", (20,)),
-    )
-    refused = "'loader' was set to epoch 1, and its state is of the midst of epoch 0"
-    assert [refused in said for (said,) in found] == [True, False, True]
 
 
 # ---- Lightning ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_lightnings_dictionary(tmpfs: Path) -> None:
     pytest.importorskip("lightning")
     on_ranks(

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import resource
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ml_flashpoint.format.errors import (
@@ -41,6 +42,8 @@ from ml_flashpoint.format.names import (
     parse_manifest_name,
     parse_object_name,
 )
+from tests.support import tmpfs as tmpfs_folders
+from tests.support.forked import Child
 
 RECORD = ObjectRecord(24, 4096, ("0123456789abcdef", "00000000000000ff"), 16)
 MANIFEST = Manifest(SaveId(7, 5), 3, 8, "node-1", RECORD, {"kind": "dcp"})
@@ -100,8 +103,6 @@ class TestNames:
         assert parse_manifest_name(manifest_name(rank, "0007-ab")) == (rank, "0007-ab")
         assert parse_object_name(object_name(rank, "0007-ab")) == (rank, "0007-ab")
         assert parse_object_name(manifest_name(rank, "0007-ab")) is None
-
-    def test_names_sort_like_ranks_and_say_what_they_are(self) -> None:
         assert manifest_name(3, "00000007") == NAME
         assert object_name(3, "0007-ab") == "rank-00003-0007-ab.safetensors"
 
@@ -110,14 +111,11 @@ class TestNames:
         [
             "",
             "rank-3-a1.manifest",
-            "rank-000003-a1.manifest",
             "rank-00003-00000007.manifest\n",
-            "rank-00003-00000007.manifest.tmp",
             ".rank-00003-00000007.manifest",
             "rank--0003-a1.manifest",
             "rank-\u0660\u0660\u0660\u0660\u0663-a1.manifest",
             f"rank-{MAX_WORLD_SIZE}-a1.manifest",
-            "rank-00003.manifest",
             "rank-00003-a1.safetensors",
         ],
     )
@@ -136,29 +134,28 @@ class TestEncoding:
         assert encode(MANIFEST) == ENCODED
         assert decode(ENCODED) == MANIFEST
 
-    def test_labels_in_any_order_give_the_same_bytes(self) -> None:
-        one, other = ({"a": "1", "b": "2"}, {"b": "2", "a": "1"})
-        assert encode(replace(MANIFEST, labels=one)) == encode(replace(MANIFEST, labels=other))
-
-    def test_every_flipped_byte_is_detected(self) -> None:
+    def test_every_flipped_bit_truncation_and_addition_is_detected(self) -> None:
         for position in range(len(ENCODED)):
             damaged = bytearray(ENCODED)
-            for change in range(1, 256):
-                damaged[position] = ENCODED[position] ^ change
+            for bit in range(8):
+                damaged[position] = ENCODED[position] ^ (1 << bit)
                 with pytest.raises(ManifestError):
                     decode(bytes(damaged))
-
-    def test_every_truncation_and_addition_is_detected(self) -> None:
-        for length in range(len(ENCODED)):
             with pytest.raises(ManifestError):
-                decode(ENCODED[:length])
+                decode(ENCODED[:position])
         with pytest.raises(ManifestError):
             decode(ENCODED + b"}")
 
     @given(st.binary(max_size=200))
+    @example(b"[]")
+    @example(b"null")
+    @example(b"{}")
+    @example(b"[" * 100_000)
+    @example(b'{"kind":"mlflashpoint-manifest-1","content":3}')
+    @example(encode_record("another-kind", {"run": 1}))
     def test_any_bytes(self, data: bytes) -> None:
-        with pytest.raises(ManifestError):
-            decode(data)
+        with pytest.raises(ManifestError, match="/path"):
+            decode(data, "/path")
 
     @pytest.mark.parametrize(
         "changed",
@@ -167,36 +164,24 @@ class TestEncoding:
             content(extra=1),
             {key: value for key, value in content().items() if key != "node"},
             content(rank="3"),
-            content(rank=3.0),
             content(rank=True),
-            content(rank=-1),
             content(rank=8),
             content(world_size=10**30),
-            content(run="7"),
             content(run=10**12),
-            content(step=-1),
             content(step=2**63),
-            content(step="../5"),
             content(node=".."),
             content(node="\ud800"),
-            content(labels=[]),
-            content(labels={"a": None}),
             content(labels={"a": 1}),
-            content(object={}),
             content(object=[]),
             content(object=record(size=-24)),
             content(object=record(size=5000)),
-            content(object=record(size=24.0)),
             content(object=record(file_size=23)),
             content(object=record(file_size=2**63)),
-            content(object=record(block_size=0)),
             content(object=record(block_size=2**30 + 1)),
-            content(object=record(digests="0123456789abcdef")),
             content(object=record(digests=[["0123456789abcdef"], "0123456789abcdef"])),
             content(object=record(digests=["0123456789abcdef"] * 3)),
             content(object=record(digests=["0123456789abcdef", "0123456789ABCDEF"])),
             content(object=record(digests=["0123456789abcdef", "0123456789abcdef\n"])),
-            content(object=record(digests=[1, 2])),
             content(object=record(extra=0)),
         ],
     )
@@ -227,15 +212,19 @@ def version(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def full_filesystem(version: Path) -> Iterator[Path]:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4k", "test", version], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small tmpfs: {mounted.stderr.decode().strip()}")
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(tmpfs_folders.mounted(version, 4096))
+        except OSError as error:
+            pytest.skip(f"cannot mount a small tmpfs: {error}")
         yield version
-    finally:
-        subprocess.run(["umount", version], check=True)
+
+
+def _write_for_ever(report: Any, version: Path) -> None:
+    for number in itertools.count():
+        write_manifest(version, replace(MANIFEST, labels={"number": str(number)}))
+        if number == 5:
+            report("writing")
 
 
 class TestFiles:
@@ -245,22 +234,15 @@ class TestFiles:
         assert path.read_bytes() == ENCODED
         assert read_manifest(path) == read_manifest(str(path)) == MANIFEST
         assert list(version.iterdir()) == [path]
-
-    def test_the_same_save_again_replaces_it(self, version: Path) -> None:
-        again = replace(MANIFEST, labels={"again": "yes"})
-        write_manifest(version, MANIFEST)
+        again = replace(MANIFEST, labels={"again": "yes"})  # the same save replaces it, and another stands beside it
         assert read_manifest(write_manifest(version, again)) == again
-        assert len(list(version.iterdir())) == 1
-
-    def test_another_run_stands_beside_it(self, version: Path) -> None:
         other = replace(MANIFEST, save=SaveId(8, 5))
-        paths = [write_manifest(version, each) for each in (MANIFEST, other)]
-        assert [read_manifest(path) for path in paths] == [MANIFEST, other]
-
-    def test_none_there(self, version: Path) -> None:
-        for path in (version / NAME, version / "none" / NAME):
-            with pytest.raises(ObjectNotFoundError, match=r"rank-00003-00000007\.manifest"):
-                read_manifest(path)
+        assert read_manifest(write_manifest(version, other)) == other
+        assert len(list(version.iterdir())) == 2
+        with pytest.raises(ObjectNotFoundError, match=r"rank-00004-00000007\.manifest"):
+            read_manifest(version / "rank-00004-00000007.manifest")
+        with pytest.raises(ManifestError, match="rank 3"):
+            read_manifest(path.rename(version / "rank-00004-00000007.manifest"))
 
     @pytest.mark.parametrize("kind", ["directory", "fifo", "link", "oversized", "empty"])
     def test_reads_only_regular_files_of_bounded_size(self, version: Path, kind: str) -> None:
@@ -278,11 +260,6 @@ class TestFiles:
             os.truncate(path, MAX_RECORD_BYTES + 1 if kind == "oversized" else 0)
         with pytest.raises(ManifestError, match=r"rank-00003-00000007\.manifest"):
             read_manifest(path)
-
-    def test_a_manifest_under_another_ranks_name(self, version: Path) -> None:
-        moved = write_manifest(version, MANIFEST).rename(version / "rank-00004-00000007.manifest")
-        with pytest.raises(ManifestError, match="rank 3"):
-            read_manifest(moved)
 
     def test_a_full_filesystem_keeps_the_earlier_one(self, full_filesystem: Path) -> None:
         write_manifest(full_filesystem, MANIFEST)
@@ -327,23 +304,9 @@ class TestFiles:
 
     def test_a_writer_killed_at_any_point_leaves_a_whole_one(self, version: Path) -> None:
         write_manifest(version, MANIFEST)
-        script = textwrap.dedent(
-            f"""
-            import itertools
-            from dataclasses import replace
-            from pathlib import Path
-            from ml_flashpoint.format.manifest import read_manifest, write_manifest
-            manifest = read_manifest({str(version / NAME)!r})
-            for number in itertools.count():
-                write_manifest(Path({str(version)!r}), replace(manifest, labels={{"number": str(number)}}))
-                if number == 5:
-                    print("writing", flush=True)
-            """
-        )
         for _ in range(5):
-            with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as writer:
-                assert writer.stdout is not None
-                assert writer.stdout.readline() == b"writing\n"
+            with Child(_write_for_ever, version) as writer:
+                writer.next_report("writing")
                 writer.kill()
             assert read_manifest(version / NAME).rank == 3
 

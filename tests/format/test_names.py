@@ -58,77 +58,36 @@ def test_bad_segments_are_refused_everywhere(name: str) -> None:
         CheckpointContainerId.create_child(BASE, "fine", name)
 
 
-@pytest.mark.parametrize("name", [None, 5, b"bytes", Path("a")])
-def test_segments_that_are_not_text_are_refused(name: object) -> None:
-    with pytest.raises(InvalidNameError):
-        validate_segment(name)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["a", "...", "..a", " ", "a b", "step-5_ckpt", "é", "x" * 255, "-", "~"])
-def test_odd_but_harmless_segments_are_names(name: str) -> None:
-    assert validate_segment(name) == name
-
-
-@pytest.mark.parametrize(
-    "path", ["", "a", "a/b", "./a", "../a", "~/a", "/", "///", "/a/../b", "/a/./b", "/..", "/a\0", " /a"]
-)
-def test_bad_paths_are_refused(path: str) -> None:
-    with pytest.raises(InvalidNameError):
-        CheckpointContainerId(path)
-
-
-def test_paths_of_bytes_are_refused() -> None:
-    with pytest.raises(InvalidNameError):
-        CheckpointContainerId(b"/a")  # type: ignore[arg-type]
-
-
-def test_messages_stay_short_and_printable() -> None:
+def test_names_are_text_and_shown_short() -> None:
+    for odd in ("a", "...", "..a", " ", "a b", "step-5_ckpt", "é", "x" * 255, "-", "~"):
+        assert validate_segment(odd) == odd
+    for wrong in (None, 5, b"bytes", Path("a")):
+        with pytest.raises(InvalidNameError):
+            validate_segment(wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidNameError) as caught:
         validate_segment("\x1b[31m\n" + "x" * 1_000_000)
     assert len(str(caught.value)) < 300
     assert str(caught.value).isprintable()
 
 
-def test_slashes_are_normalised() -> None:
+def test_bad_paths_are_refused() -> None:
+    for path in ("", "a", "a/b", "./a", "../a", "~/a", "/", "///", "/a/../b", "/a/./b", "/..", "/a\0", " /a", b"/a"):
+        with pytest.raises(InvalidNameError):
+            CheckpointContainerId(path)  # type: ignore[arg-type]
     assert CheckpointContainerId("//a///b//").path == "/a/b"
-    assert CheckpointContainerId("/a/b/") == CheckpointContainerId("/a/b")
 
 
 def test_parts_of_a_container() -> None:
-    version = CheckpointContainerId.create_child(BASE, CheckpointContainerId.format_version_container(7))
-    assert version.path == str(version) == os.fspath(version) == "/tmp/mlf-jobs/job-145/step-7_ckpt"
+    for parent in (BASE, BASE.path, BASE.path + "/", Path(BASE.path)):
+        version = CheckpointContainerId.create_child(parent, CheckpointContainerId.format_version_container(7))
+        assert type(version) is CheckpointContainerId
+        assert version.path == str(version) == os.fspath(version) == "/tmp/mlf-jobs/job-145/step-7_ckpt"
     assert version.name == "step-7_ckpt"
     assert version.parent == BASE
-    assert version.step == 7
-    assert BASE.step is None
+    assert (version.step, BASE.step) == (7, None)
     assert repr(BASE) == "CheckpointContainerId('/tmp/mlf-jobs/job-145')"
-
-
-def test_the_root_is_no_container() -> None:
     with pytest.raises(InvalidNameError):
         _ = CheckpointContainerId("/a").parent
-
-
-@pytest.mark.parametrize("parent", [BASE, BASE.path, BASE.path + "/", Path(BASE.path)])
-def test_parents_may_be_ids_strings_and_paths(parent: str | os.PathLike[str]) -> None:
-    child = CheckpointContainerId.create_child(parent, "a", "b")
-    assert type(child) is CheckpointContainerId
-    assert child.path == BASE.path + "/a/b"
-
-
-def test_create_child_works_on_an_instance_too() -> None:
-    assert BASE.create_child(BASE, "a").parent == BASE
-
-
-def test_a_child_needs_a_name() -> None:
-    with pytest.raises(TypeError):
-        CheckpointContainerId.create_child(BASE)  # type: ignore[call-arg]
-
-
-def test_ids_work_as_paths(tmp_path: Path) -> None:
-    version = CheckpointContainerId.create_child(tmp_path, "step-1_ckpt")
-    os.makedirs(version)
-    assert Path(version).is_dir()
 
 
 def test_ids_are_immutable() -> None:
@@ -168,22 +127,13 @@ def test_the_names_of_google_ml_flashpoint() -> None:
     [
         "step-_ckpt",
         "step-01_ckpt",
-        "step-00_ckpt",
         "step--1_ckpt",
-        "step-+1_ckpt",
-        "step- 1_ckpt",
-        "step-1 _ckpt",
         "step-1_ckpt\n",
-        " step-1_ckpt",
         "step-1_ckpt.tmp",
-        "step-1",
         "Step-1_ckpt",
         "step-1_0_ckpt",
-        "step-1.0_ckpt",
-        "step-0x1_ckpt",
         "step-\u0661_ckpt",
         f"step-{MAX_STEP + 1}_ckpt",
-        f"step-{'9' * 19}_ckpt",
         f"step-{'9' * 100_000}_ckpt",
         "a/step-1_ckpt",
         "",
@@ -197,9 +147,6 @@ def test_what_is_not_exactly_a_version_is_none(name: str) -> None:
 def test_steps_that_are_not_steps_are_refused(step: object) -> None:
     with pytest.raises(InvalidArgumentError, match="step"):
         CheckpointContainerId.format_version_container(step)  # type: ignore[arg-type]
-
-
-def test_steps_may_be_of_numpy() -> None:
     assert CheckpointContainerId.format_version_container(np.int64(12)) == "step-12_ckpt"
 
 

@@ -6,7 +6,6 @@ import json
 import pickle
 import random
 import struct
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,22 +68,30 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 
 class TestPlan:
-    @given(contents(), st.integers(0, 9000))
-    def test_any_mix_round_trips(
-        self, content: tuple[Tensors, list[tuple[str, int]], dict[str, str]], unused: int
+    @given(contents(), st.integers(0, 9000), st.sampled_from([{}, {"step": "5", "\u00e4": '"\n', "format": "mine"}]))
+    def test_any_mix_round_trips_and_safetensors_reads_it(
+        self,
+        content: tuple[Tensors, list[tuple[str, int]], dict[str, str]],
+        unused: int,
+        said: dict[str, str],
     ) -> None:
         tensors, byte_items, aliases = content
         layout = plan_layout(tensors, byte_items, aliases)
         check_consistent(layout, layout.size)
         assert not layout.gaps
         assert layout.data_start % ALIGNMENT == 0
-        assert all(entry.begin % ITEMSIZES[entry.dtype] == 0 for entry in (*layout.tensors, *layout.byte_items))
+        items = (*layout.tensors, *layout.byte_items)
+        assert all(entry.begin % ITEMSIZES[entry.dtype] == 0 for entry in items)
         assert {(e.key, e.dtype, e.shape) for e in layout.tensors} == set(tensors)
         assert [(entry.key, entry.nbytes) for entry in layout.byte_items] == byte_items
-        file = filled(layout, layout.size + unused)
+        assert all(layout.by_key[name] is layout.by_key[kept] for name, kept in aliases.items())
+        file = filled(layout, layout.size + unused, said)
         parsed = parse_header(file, len(file))
-        assert parsed.layout == layout
-        assert parsed.metadata == {"format": "pt"}
+        assert parsed.layout == layout == pickle.loads(pickle.dumps(layout))
+        assert parsed.metadata == {"format": "pt", **said}
+        loaded = dict(safetensors.deserialize(file))
+        assert loaded.keys() - {"__flashpoint__.tail"} == {entry.key for entry in items}
+        assert all(bytes(loaded[entry.key]["data"]) == file[entry.begin : entry.end] for entry in items)
 
     def test_by_falling_element_size_and_then_as_given(self) -> None:
         given = [
@@ -107,22 +114,6 @@ class TestPlan:
         ]
         assert layout.size == start + 21
 
-    def test_values(self) -> None:
-        layout = plan_layout([("a", "float16", (2, 3))], [("b", 7)], {"c": "a"})
-        entry = layout.by_key["a"]
-        assert (entry.nbytes, entry.kind, layout.by_key["b"].kind) == (12, "tensor", "bytes")
-        assert layout.by_key["c"] is entry
-        assert pickle.loads(pickle.dumps(layout)) == layout
-
-    def test_longer_byte_items_keep_the_data_start(self) -> None:
-        tensors = [(f"tensor.{number}", "float32", (8,)) for number in range(500)]
-        short = plan_layout(tensors, [("a", 0), ("b", 1)], reserve=0)
-        for lengths in ((10, 1_000_000), (2**40, 2**61)):
-            longer = plan_layout(tensors, list(zip("ab", lengths, strict=True)), reserve=0)
-            assert longer.data_start == short.data_start
-            assert longer.tensors == short.tensors
-            encode_header(longer, longer.size + 2**61)
-
     @given(contents())
     def test_without_reserve_the_header_still_fits(
         self, content: tuple[Tensors, list[tuple[str, int]], dict[str, str]]
@@ -140,17 +131,12 @@ class TestPlan:
         [
             (([("a", "int8", ()), ("a", "int8", ())],), "twice"),
             (([("a", "int8", ())], [("a", 1)]), "twice"),
-            (([], [("a", 1), ("a", 2)]), "twice"),
             (([("a", "int8", ())], [], {"a": "a"}), "twice"),
             (([("__flashpoint__.tail", "int8", ())],), "reserved"),
-            (([("__metadata__", "int8", ())],), "reserved"),
-            (([], [("__flashpoint__.x", 1)]), "reserved"),
             (([("a", "int8", ())], [], {"__flashpoint__.x": "a"}), "reserved"),
             (([("\ud800", "int8", ())],), "text"),
-            (([(1, "int8", ())],), "text"),
             (([("a", "int8", (2, -1))],), "shape"),
             (([("a", "int8", (2**62, 2))],), "shape"),
-            (([("a", "int16", (2**62,))],), "shape"),
             (([("a", "int8", (2**63, 0))],), "shape"),
             (([("a", "int8", (1,) * 2000)],), "shape"),
             (([("a", "int8", (2**62,)), ("b", "int8", (2**62,))],), "exceed"),
@@ -160,11 +146,6 @@ class TestPlan:
     def test_refuses(self, arguments: tuple[Any, ...], named: str) -> None:
         with pytest.raises(InvalidArgumentError, match=named):
             plan_layout(*arguments)
-
-    def test_keys_that_only_look_reserved(self) -> None:
-        names = ["__init__", "a__flashpoint__.tail", "__flashpoint__", "x__metadata__", ""]
-        layout = plan_layout([(name, "int8", (1,)) for name in names])
-        assert list(layout.by_key) == names
 
 
 class TestWithByteItems:
@@ -231,13 +212,6 @@ class TestLayoutFromEntries:
 
 
 class TestHeader:
-    def test_says_all_that_was_said(self) -> None:
-        layout = plan_layout([('a"\\\n\u00e4\U0001f600', "complex64", (2,))], [("b", 3)], {"c": "b"})
-        said = {"step": "5", "\u00e4": '"\n', "format": "mine"}
-        file = filled(layout, layout.size + 1, said)
-        parsed = parse_header(file, len(file))
-        assert (parsed.layout, parsed.metadata) == (layout, said)
-
     def test_is_readable_by_eye(self) -> None:
         layout = plan_layout([("a", "complex64", (2, 3)), ("b", "bfloat16", ())], [("c", 3)], {"d": "b"})
         file_size = layout.size + 5
@@ -293,17 +267,6 @@ class TestSafetensors:
                 assert (loaded[entry.key].dtype, loaded[entry.key].shape) == (torch.uint8, (entry.nbytes,))
         assert parse_header(file, len(file)).layout == layout
 
-    @given(contents(), st.integers(0, 5000))
-    def test_reads_every_object(
-        self, content: tuple[Tensors, list[tuple[str, int]], dict[str, str]], unused: int
-    ) -> None:
-        layout = plan_layout(*content)
-        file = filled(layout, layout.size + unused, {"step": "5"})
-        loaded = dict(safetensors.deserialize(file))
-        assert loaded.keys() - {"__flashpoint__.tail"} == {entry.key for entry in (*layout.tensors, *layout.byte_items)}
-        for entry in (*layout.tensors, *layout.byte_items):
-            assert bytes(loaded[entry.key]["data"]) == file[entry.begin : entry.end]
-
     def test_opens_an_object_with_gaps_lazily(self, tmpfs: Path) -> None:
         entries = [
             Entry("a", "float32", (2,), 8192, 8200),
@@ -324,25 +287,17 @@ class TestSafetensors:
                 "__flashpoint__.tail",
             }
 
-    @pytest.mark.parametrize("name", sorted(set(STORABLE) - WRITTEN_AS_BYTES))
+    @pytest.mark.parametrize("name", ["mixed", *sorted(set(STORABLE) - WRITTEN_AS_BYTES)])
     def test_its_own_files_are_objects(self, name: str) -> None:
-        dtype = torch_dtype(name)
-        tensors = {
-            "a": torch.arange(48, dtype=torch.uint8).view(dtype).reshape(2, -1),
-            "empty": torch.empty((3, 0), dtype=dtype),
-        }
-        tensors["scalar"] = torch.arange(16, dtype=torch.uint8).view(dtype)[0].clone()
-        self.check_own_file(safetensors.torch.save(tensors, {"epoch": "3"}), tensors, {"epoch": "3"})
-
-    def test_its_own_mixed_and_empty_files_are_objects(self) -> None:
-        mixed = {"b": torch.ones(3, dtype=torch.int8), "a": torch.ones(5), "c": torch.tensor(1, dtype=torch.bfloat16)}
-        self.check_own_file(safetensors.torch.save(mixed), mixed, {})
-        self.check_own_file(safetensors.torch.save({}), {}, {})
-
-    def check_own_file(self, file: bytes, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        if name == "mixed":
+            tensors = {"b": torch.ones(3, dtype=torch.int8), "a": torch.ones(5), "c": torch.tensor(1).bfloat16()}
+        else:
+            octets = torch.arange(48, dtype=torch.uint8).view(torch_dtype(name))
+            tensors = {"a": octets.reshape(2, -1), "empty": octets[:0].reshape(3, 0), "scalar": octets[0].clone()}
+        file = safetensors.torch.save(tensors, {"epoch": "3"})
         parsed = parse_header(file, len(file))
         check_consistent(parsed.layout, len(file))
-        assert parsed.metadata == metadata
+        assert parsed.metadata == {"epoch": "3"}
         assert parsed.layout.by_key.keys() == tensors.keys()
         for key, tensor in tensors.items():
             entry = parsed.layout.by_key[key]

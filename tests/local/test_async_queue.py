@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -23,6 +25,7 @@ from ml_flashpoint.local import (
     CheckpointingException,
     LocalCheckpointManager,
 )
+from ml_flashpoint.local.async_queue import BackgroundSave
 from ml_flashpoint.memory.pool import Pool
 from tests.support.forked import Child, call_team
 
@@ -47,19 +50,41 @@ def nothing() -> None: ...
 
 def test_it_runs_beside_training_and_is_finalized_here(queue: AsyncCallsQueue, tmp_path: Path) -> None:
     seen: list[str] = []
-    request = AsyncRequest(write, (tmp_path / "a", "x"), [lambda: seen.append("first")], {"more": "y"})
+    request = AsyncRequest(write, (tmp_path / "a", None), [lambda: seen.append("first")], {"more": "y"}, lambda: "x")
     request.add_finalize_fn(lambda: seen.append((tmp_path / "a").read_text()))
-    assert queue.schedule_async_request(request) == 0
+    frozen = request.freeze()
+    assert frozen.is_frozen
+    with pytest.raises(CallOrderError, match="frozen"):
+        frozen.add_finalize_fn(lambda: None)
+    assert queue.schedule_async_request(frozen) == 0
     assert queue.get_num_unfinalized_calls() == 1
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
     assert queue.get_num_unfinalized_calls() == 0
     assert seen == ["first", "xy"]
-
-
-def test_what_is_preloaded_replaces_the_second_argument(queue: AsyncCallsQueue, tmp_path: Path) -> None:
-    queue.schedule_async_request(AsyncRequest(write, (tmp_path / "a", None), [], preload_fn=lambda: "loaded"))
+    queue.schedule_async_request(AsyncRequest(nothing, None, [lambda: seen.append("closed")], None))  # type: ignore[arg-type]
     queue.close()
-    assert (tmp_path / "a").read_text() == "loaded"
+    queue.close()
+    assert seen[2:] == ["closed"]
+    with pytest.raises(CallOrderError, match="closed"):
+        queue.schedule_async_request(AsyncRequest(None, (), []))
+
+
+@pytest.mark.parametrize("where", ["call", "finalization"])
+def test_what_fails_is_told_and_the_next_call_is_finalized(queue: AsyncCallsQueue, where: str) -> None:
+    seen: list[int] = []
+    if where == "call":
+        queue.schedule_async_request(AsyncRequest(fail, ("no luck",), [partial(seen.append, 0)]))
+    else:
+        queue.schedule_async_request(AsyncRequest(None, (), [partial(fail, "no luck")]))
+    queue.schedule_async_request(AsyncRequest(nothing, (), [partial(seen.append, 1)]))
+    error, text = {
+        "call": (BackgroundWorkerError, "asynchronous call 0 failed: ValueError: no luck"),
+        "finalization": (ValueError, "no luck"),
+    }[where]
+    with pytest.raises(error, match=text):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+    assert seen == [1]
 
 
 def test_calls_are_finalized_in_order_and_not_before_they_have_ended(queue: AsyncCallsQueue) -> None:
@@ -72,16 +97,6 @@ def test_calls_are_finalized_in_order_and_not_before_they_have_ended(queue: Asyn
     go_on.set()
     assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
     assert seen == [0, 1]
-
-
-def test_what_fails_is_told_and_not_finalized(queue: AsyncCallsQueue) -> None:
-    seen: list[int] = []
-    queue.schedule_async_request(AsyncRequest(fail, ("no such luck",), [partial(seen.append, 0)]))
-    queue.schedule_async_request(AsyncRequest(nothing, (), [partial(seen.append, 1)]))
-    with pytest.raises(BackgroundWorkerError, match="asynchronous call 0 failed: ValueError: no such luck"):
-        queue.maybe_finalize_async_calls(blocking=True)
-    assert queue.maybe_finalize_async_calls(blocking=True) == [1]
-    assert seen == [1]
 
 
 def _preload(report: Any, rank: int) -> None:
@@ -107,26 +122,6 @@ def test_a_call_for_which_there_is_no_thread_has_failed(
         assert queue.schedule_async_request(AsyncRequest(nothing, (), [])) == 0
     with pytest.raises(BackgroundWorkerError, match="asynchronous call 0 failed: ValueError: no more threads"):
         queue.maybe_finalize_async_calls(blocking=True)
-
-
-def test_a_finalization_may_fail(queue: AsyncCallsQueue) -> None:
-    seen: list[int] = []
-    queue.schedule_async_request(AsyncRequest(None, (), [partial(fail, "at last")]))
-    queue.schedule_async_request(AsyncRequest(None, (), [partial(seen.append, 1)]))
-    with pytest.raises(ValueError, match="at last"):
-        queue.maybe_finalize_async_calls(blocking=True)
-    assert queue.maybe_finalize_async_calls(no_dist=True) == [1]
-    assert seen == [1]
-
-
-def test_closing_finalizes(queue: AsyncCallsQueue) -> None:
-    seen: list[int] = []
-    queue.schedule_async_request(AsyncRequest(None, (), [partial(seen.append, 0)]))
-    queue.close()
-    queue.close()
-    assert seen == [0]
-    with pytest.raises(CallOrderError, match="closed"):
-        queue.schedule_async_request(AsyncRequest(None, (), []))
 
 
 def test_what_does_not_end_in_time_is_given_up(queue: AsyncCallsQueue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,12 +178,6 @@ def test_a_local_save_that_nobody_finalized_is_committed(tmpfs: Path) -> None:
         assert manager.find_latest() == 1
 
 
-def test_none_stands_for_no_arguments(queue: AsyncCallsQueue) -> None:
-    queue.schedule_async_request(AsyncRequest(nothing, None, None, None))  # type: ignore[arg-type]
-    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
-    AsyncRequest(nothing, None, None, None).execute_sync()  # type: ignore[arg-type]
-
-
 def test_requests_of_others_are_taken(queue: AsyncCallsQueue) -> None:
     class Theirs(NamedTuple):
         async_fn: Any
@@ -201,13 +190,6 @@ def test_requests_of_others_are_taken(queue: AsyncCallsQueue) -> None:
     assert seen == [0]
     with pytest.raises(InvalidArgumentError, match="async_request"):
         queue.schedule_async_request(3)  # type: ignore[arg-type]
-
-
-def test_a_frozen_request_takes_nothing_more() -> None:
-    frozen = AsyncRequest(None, (), []).freeze()
-    assert frozen.is_frozen
-    with pytest.raises(CallOrderError, match="frozen"):
-        frozen.add_finalize_fn(lambda: None)
 
 
 def test_a_request_may_be_executed_at_once(tmp_path: Path) -> None:
@@ -226,3 +208,54 @@ def test_the_fields_are_those_of_megatrons_request() -> None:
     theirs = pytest.importorskip("megatron.core.dist_checkpointing.strategies.async_utils").AsyncRequest
     assert AsyncRequest._fields == theirs._fields
     assert AsyncRequest._field_defaults == theirs._field_defaults
+
+
+# ---- a request that another process waits for -----------------------------------------------------------------------
+
+
+def _await(report: Any, request: bytes) -> None:
+    wait = pickle.loads(request)
+    report("waits")
+    wait()
+
+
+def _begin(report: Any) -> None:
+    committed: Future[None] = Future()
+    save = BackgroundSave(committed)
+    report("begun", pickle.dumps(save))
+    report.listen()
+    committed.set_result(None)
+    report("saved")
+    report.listen()
+
+
+def test_waiting_elsewhere_ends_with_the_save() -> None:
+    with Child(_begin) as trainer:
+        (_, request) = trainer.next_report("begun")
+        with Child(_await, request) as child:
+            child.next_report("waits")
+            assert child.alive
+            trainer.say("go on")
+            child.join()
+
+
+def test_waiting_elsewhere_ends_with_the_trainer() -> None:
+    with Child(_begin) as trainer:
+        (_, request) = trainer.next_report("begun")
+        with Child(_await, request) as child:
+            child.next_report("waits")
+            trainer.kill()
+            child.join()
+
+
+def test_waiting_after_the_end_returns_at_once() -> None:
+    ended: Future[None] = Future()
+    save = BackgroundSave(ended)
+    request = pickle.dumps(save)
+    ended.set_result(None)
+    save()
+    with Child(_await, request) as child:
+        child.join()
+    del save
+    with Child(_await, request) as child:
+        child.join()

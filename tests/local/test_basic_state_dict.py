@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.local import BasicTensorAwareStateDict, CallOrderError, TensorAwareStateDict
+from ml_flashpoint.local import BasicTensorAwareStateDict, CallOrderError
 from tests.local.states import Pair, Plain, WholeState, assert_equal
 
 
@@ -35,25 +36,6 @@ def test_popping_and_inserting_gives_the_same_state() -> None:
     assert_equal(wrapped.state_dict, state())
 
 
-def test_its_values_are_those_of_its_attributes() -> None:
-    class Own(TensorAwareStateDict):
-        def __init__(self) -> None:
-            self.a, self.b = torch.ones(3), 5
-
-    own = Own()
-    assert list(own.values()) == [own.a, 5]
-
-
-def test_a_hollow_state_keeps_no_memory_of_its_tensors() -> None:
-    import weakref
-
-    wrapped = BasicTensorAwareStateDict({"a": torch.ones(3)})
-    kept = weakref.ref(wrapped.state_dict["a"])
-    popped = wrapped.pop_tensors()
-    del popped
-    assert kept() is None
-
-
 def test_new_tensors_have_the_old_shapes_and_dtypes() -> None:
     wrapped = BasicTensorAwareStateDict(state())
     popped = wrapped.pop_tensors()
@@ -78,19 +60,17 @@ def test_tensors_that_do_not_fit_are_refused_and_nothing_changes(given: list[tor
     assert_equal(wrapped.state_dict, {"a": torch.ones(3)})
 
 
-@pytest.mark.parametrize("call", ["pop_tensors", "copy_tensors_to_cpu", "restore_tensor_device", "tensors"])
-def test_a_hollow_state_says_so(call: str) -> None:
+def test_calls_out_of_order_are_refused() -> None:
     wrapped = BasicTensorAwareStateDict(state())
+    for full in (wrapped.init_tensors, lambda: wrapped.insert_tensors([])):
+        with pytest.raises(CallOrderError, match="not hollow"):
+            full()
+    kept = weakref.ref(wrapped.state_dict["a"])
     wrapped.pop_tensors()
-    with pytest.raises(CallOrderError, match="hollow"):
-        getattr(wrapped, call)()
-
-
-@pytest.mark.parametrize("call", ["init_tensors", "insert_tensors"])
-def test_a_full_state_takes_no_tensors(call: str) -> None:
-    wrapped = BasicTensorAwareStateDict(state())
-    with pytest.raises(CallOrderError, match="not hollow"):
-        getattr(wrapped, call)(*[[]][: call == "insert_tensors"])
+    assert kept() is None, "a hollow state keeps no memory of its tensors"
+    for hollow in ("pop_tensors", "copy_tensors_to_cpu", "restore_tensor_device", "tensors"):
+        with pytest.raises(CallOrderError, match="hollow"):
+            getattr(wrapped, hollow)()
 
 
 def test_copies_on_the_cpu_are_copies_and_made_once() -> None:
@@ -106,6 +86,18 @@ def test_copies_on_the_cpu_are_copies_and_made_once() -> None:
     assert_equal(wrapped.state_dict["parameter"], state()["parameter"])
 
 
+def test_a_subclass_need_not_implement_anything() -> None:
+    whole = WholeState([torch.ones(2), {"a": torch.zeros(1)}])
+    assert list(whole.values()) == [whole.content, 0]
+    popped = whole.pop_tensors()
+    assert [len(tensor) for tensor in popped] == [2, 1]
+    assert whole.content[0].is_meta
+    whole.insert_tensors(popped)
+    assert_equal(whole.content, [torch.ones(2), {"a": torch.zeros(1)}])
+    with pytest.raises(InvalidArgumentError, match="tensor-aware already"):
+        BasicTensorAwareStateDict(BasicTensorAwareStateDict({}))
+
+
 @pytest.mark.cuda
 def test_tensors_go_back_to_their_device() -> None:
     wrapped = BasicTensorAwareStateDict({"a": torch.arange(3.0, device="cuda"), "b": torch.ones(1)})
@@ -117,17 +109,3 @@ def test_tensors_go_back_to_their_device() -> None:
     wrapped.restore_tensor_device()
     assert [tensor.device.type for tensor in wrapped.tensors] == ["cuda", "cpu"]
     assert torch.equal(wrapped.state_dict["a"].cpu(), torch.arange(3.0))
-
-
-def test_a_wrapped_state_is_not_wrapped_again() -> None:
-    with pytest.raises(InvalidArgumentError, match="tensor-aware already"):
-        BasicTensorAwareStateDict(BasicTensorAwareStateDict({}))
-
-
-def test_a_subclass_need_not_implement_anything() -> None:
-    whole = WholeState([torch.ones(2), {"a": torch.zeros(1)}])
-    popped = whole.pop_tensors()
-    assert [len(tensor) for tensor in popped] == [2, 1]
-    assert whole.content[0].is_meta
-    whole.insert_tensors(popped)
-    assert_equal(whole.content, [torch.ones(2), {"a": torch.zeros(1)}])

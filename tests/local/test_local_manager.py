@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError, UnaskedVersionsError
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, UnaskedVersionsError
 from ml_flashpoint.local import (
     AsyncCallsQueue,
     BasicTensorAwareStateDict,
@@ -45,29 +46,25 @@ def manager(tmpfs: Path) -> Iterator[LocalCheckpointManager]:
     made.close()
 
 
-def test_a_fresh_folder(manager: LocalCheckpointManager, tmpfs: Path) -> None:
+def test_save_find_load(manager: LocalCheckpointManager, tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ml_flashpoint.local")
     assert (manager.local_ckpt_dir, manager.rank, manager.latest_iteration) == (tmpfs / "job", 0, -1)
     assert manager.find_latest() == -1
     with pytest.raises(CallOrderError, match="no checkpoint"):
         manager.load()
-
-
-@pytest.mark.parametrize("folder", ["relative", "./a", Path("a/b"), "", 3, None])
-def test_the_folder_must_be_an_absolute_path(folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidArgumentError, match=r"root_local_ckpt_dir.*absolute path|absolute path.*root_local"):
-        LocalCheckpointManager(folder)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_save_find_load(manager: LocalCheckpointManager) -> None:
     assert manager.save(state(3), 7) is None
     assert manager.latest_iteration == 7
+    (path,) = manager.local_ckpt_dir.glob("step-7_ckpt/*.safetensors")
+    assert str(path) in caplog.text
     loaded, checkpoint_id = manager.load()
     assert checkpoint_id == (7, 0, "job")
     assert isinstance(checkpoint_id, CheckpointId)
     assert value_of((loaded, checkpoint_id)) == 3
     assert manager.find_latest() == 7
+    with contextlib.closing(LocalCheckpointManager(tmpfs, "other")) as other:
+        other.save(state(2), 3)
+        assert (manager.find_latest(), other.find_latest()) == (7, 3), "sessions are apart"
+        assert (value_of(manager.load()), value_of(other.load())) == (3, 2)
 
 
 def test_what_was_found_is_kept_until_the_next_save(manager: LocalCheckpointManager, tmpfs: Path) -> None:
@@ -96,53 +93,27 @@ def test_nothing_has_changed_once_an_iteration_was_not_there(tmpfs: Path, after:
         assert value_of(manager.load()) == 11.0
 
 
-def test_sessions_are_apart(tmpfs: Path) -> None:
-    one, other = LocalCheckpointManager(tmpfs, "one"), LocalCheckpointManager(tmpfs, "other")
-    one.save(state(1), 5)
-    other.save(state(2), 3)
-    assert (one.find_latest(), other.find_latest()) == (5, 3)
-    assert (value_of(one.load()), value_of(other.load())) == (1, 2)
-    one.close()
-    other.close()
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_failed_save_costs_nothing_and_can_be_repeated_at_once(
+    manager: LocalCheckpointManager, is_async: bool
+) -> None:
+    def saves(state: BasicTensorAwareStateDict, iteration: int) -> None:
+        request = manager.save(state, iteration, is_async=is_async)
+        if request is not None:
+            queue = AsyncCallsQueue()
+            queue.schedule_async_request(request)
+            assert queue.maybe_finalize_async_calls(blocking=True) == [0]
 
-
-def test_a_failed_save_costs_nothing_that_was_there(manager: LocalCheckpointManager) -> None:
     for iteration in range(1, 6):
-        manager.save(state(iteration), iteration)
-    with pytest.raises(CheckpointingException):
-        manager.save(BasicTensorAwareStateDict({"a": lambda: 0}), 6)
-    assert value_of(manager.load()) == 5
-
-
-class ByMethod(BasicTensorAwareStateDict):
-    """Overrides a property by a method, as subclasses in the field do."""
-
-    def is_hollow(self) -> bool:  # type: ignore[override]
-        return False
-
-    def restore_tensor_device(self, non_blocking: bool = True) -> None: ...
-
-
-class HollowByMethod(ByMethod):
-    def is_hollow(self) -> bool:  # type: ignore[override]
-        return True
-
-
-def test_is_hollow_may_be_a_method(manager: LocalCheckpointManager) -> None:
-    manager.save(ByMethod({"a": torch.ones(1)}), 1)
-    assert manager.find_latest() == 1
-    with pytest.raises(CallOrderError, match="hollow"):
-        manager.save(HollowByMethod({"a": torch.ones(1)}), 2)
-
-
-def test_a_failed_save_can_be_repeated_at_once(manager: LocalCheckpointManager) -> None:
+        saves(state(iteration), iteration)
     for _ in range(3):
-        with pytest.raises(CheckpointingException, match="can be repeated"):
-            manager.save(BasicTensorAwareStateDict({"a": lambda: 0}), 6)
-    manager.save(state(1), 6)
-    manager.save(state(2), 6)
+        with pytest.raises(CheckpointingException, match=r"rank 0.*cannot be saved.*can be repeated"):
+            saves(BasicTensorAwareStateDict({"a": lambda: 0}), 6)
+        assert (manager.latest_iteration, value_of(manager.load())) == (5, 5)
+    saves(state(1), 6)
+    saves(state(2), 6)
     assert value_of(manager.load()) == 1, "an iteration is saved once a run"
-    manager.save(state(2), 6)
+    saves(state(2), 6)
     assert value_of(manager.load()) == 2
 
 
@@ -156,13 +127,11 @@ def test_a_failed_save_can_be_repeated_after_an_older_one_has_ended(manager: Loc
     assert value_of(manager.load()) == 2
 
 
-@pytest.mark.parametrize("iteration", [-1, 1.0, "1", True, None, 2**70])
-def test_iterations_that_are_none(manager: LocalCheckpointManager, iteration: Any) -> None:
-    with pytest.raises(InvalidIterationError, match="iteration must be"):
-        manager.save(state(), iteration)
-    with pytest.raises(InvalidIterationError, match="iteration must be"):
-        manager.save(state(), iteration, is_async=True)
-    manager.save(state(), 0)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_iterations_that_are_none(manager: LocalCheckpointManager, is_async: bool) -> None:
+    for iteration in (-1, 1.0, "1", True, None, 2**70):
+        with pytest.raises(InvalidIterationError, match="iteration must be"):
+            manager.save(state(), iteration, is_async=is_async)  # type: ignore[arg-type]
 
 
 def test_iterations_that_are_stale(manager: LocalCheckpointManager, tmpfs: Path) -> None:
@@ -196,24 +165,22 @@ def test_states_that_cannot_be_saved(manager: LocalCheckpointManager) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"root_local_ckpt_dir": None}, "root_local_ckpt_dir"),
-        ({"root_local_ckpt_dir": "/"}, "root_local_ckpt_dir"),
-        ({"session_id": "a/b"}, "session_id"),
-        ({"session_id": ".."}, "session_id"),
-        ({"session_id": 3}, "session_id"),
+        *(
+            ({"root_local_ckpt_dir": wrong}, "root_local_ckpt_dir")
+            for wrong in (None, "/", "relative", Path("a"), "", 3)
+        ),
+        *(({"session_id": wrong}, "session_id") for wrong in ("a/b", "..", 3)),
         ({"repl_strategy": "clique"}, "repl_strategy"),
         ({"safe_globals": [3]}, "safe_globals"),
     ],
 )
-def test_bad_arguments_are_named(tmpfs: Path, arguments: dict[str, Any], named: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"{named} must be"):
-        LocalCheckpointManager(**{"root_local_ckpt_dir": tmpfs, **arguments})
-
-
-def test_a_folder_that_cannot_be_used_is_named(tmpfs: Path) -> None:
-    (tmpfs / "file").write_text("")
-    with pytest.raises(FlashpointError, match="file"):
-        LocalCheckpointManager(tmpfs / "file")
+def test_bad_arguments_are_named(
+    tmpfs: Path, arguments: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmpfs)
+    with pytest.raises(InvalidArgumentError, match=named):
+        LocalCheckpointManager(**{"root_local_ckpt_dir": tmpfs / "job", **arguments})
+    assert list(tmpfs.iterdir()) == []
 
 
 def test_strategies_of_the_engine_are_accepted(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -304,22 +271,6 @@ def test_saves_may_overlap(manager: LocalCheckpointManager) -> None:
     assert (manager.find_latest(), value_of(manager.load())) == (3, 3)
 
 
-def test_a_failed_asynchronous_save_is_told_when_it_is_finalized(manager: LocalCheckpointManager) -> None:
-    manager.save(state(1), 1)
-    request = manager.save(BasicTensorAwareStateDict({"a": lambda: 0}), 2, is_async=True)
-    assert request is not None
-    queue = AsyncCallsQueue()
-    queue.schedule_async_request(request)
-    with pytest.raises(CheckpointingException, match=r"rank 0.*cannot be saved"):
-        queue.maybe_finalize_async_calls(blocking=True)
-    assert (manager.latest_iteration, value_of(manager.load())) == (1, 1)
-    # Again, at once.
-    request = manager.save(state(2), 2, is_async=True)
-    assert request is not None
-    request.execute_sync()
-    assert value_of(manager.load()) == 2
-
-
 def test_a_failure_in_the_background_is_told_when_it_is_finalized(manager: LocalCheckpointManager) -> None:
     manager.save(state(1), 1)
     in_the_way = manager.local_ckpt_dir / "step-2_ckpt"
@@ -336,32 +287,10 @@ def test_a_failure_in_the_background_is_told_when_it_is_finalized(manager: Local
     queue.schedule_async_request(request)
     queue.close()
     assert value_of(manager.load()) == 2
-
-
-def test_the_request_can_be_waited_for_in_another_process(manager: LocalCheckpointManager) -> None:
-    """As a queue that forks or sends it does: see `BackgroundSave`."""
-    import pickle
-
-    manager.save(state(), 1)
-    request = manager.save(state(), 2, is_async=True)
-    assert request is not None
-    assert request.async_fn is not None
-    request.execute_sync()
-    pickle.loads(pickle.dumps(request._replace(finalize_fns=[]))).async_fn()
+    pickle.loads(pickle.dumps(request._replace(finalize_fns=[]))).async_fn()  # as a queue that forks or sends it does
 
 
 # ---- logs and leftovers -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_logs(manager: LocalCheckpointManager, caplog: pytest.LogCaptureFixture, is_async: bool) -> None:
-    caplog.set_level(logging.INFO, "ml_flashpoint.local")
-    request = manager.save(state(), 12, is_async=is_async)
-    if request is not None:
-        request.execute_sync()
-    (path,) = manager.local_ckpt_dir.glob("step-12_ckpt/*.safetensors")
-    infos = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert any(str(path) in message for message in infos)
 
 
 def _save_and_hang(report: Any, root: Path) -> None:

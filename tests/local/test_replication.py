@@ -76,11 +76,6 @@ def test_by_default_the_members_of_a_clique_are_on_different_nodes(nodes: str, m
     assert repr(LazyCliqueReplicationStrategy()) != repr(LazyCliqueReplicationStrategy(1))
 
 
-def test_a_clique_of_one_rank_alone_holds_nothing() -> None:
-    strategy = CliqueReplicationStrategy([0])
-    assert strategy.copies_of(0, Topology(("a",))) == ()
-
-
 def test_a_wrapped_group_is_as_good_as_the_group() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

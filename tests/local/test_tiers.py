@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from ml_flashpoint import events
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, UnsafeContentError
 from ml_flashpoint.local import (
     BasicTensorAwareStateDict,
@@ -58,19 +57,6 @@ def test_refuses_what_the_facade_refuses_in_its_words(tmpfs: Path, argument: str
     with pytest.raises(InvalidArgumentError) as refused:
         LocalCheckpointManager(tmpfs / "jobs", "job", **options)
     assert str(refused.value) == refusal(argument, value)
-
-
-def test_how_long_saves_hold_the_loop_is_told(tmpfs: Path) -> None:
-    told: list[events.Event] = []
-    with manager(tmpfs) as made, events.subscribe(told.append):
-        save(made, 1)
-        request = made.save(BasicTensorAwareStateDict({"w": torch.ones(300_000)}), 2, is_async=True)
-        assert request is not None
-        request.execute_sync()
-        assert events.flush()
-    held = [event for event in told if isinstance(event, events.LoopHeld)]
-    assert [event.step for event in held] == [1, 2]
-    assert all(event.seconds > 0 for event in held)
 
 
 def test_an_older_iteration_is_gone_back_to(tmpfs: Path) -> None:
@@ -159,8 +145,3 @@ def test_iterations_are_persisted_and_found_where_memory_has_none(tmpfs: Path) -
         damage(path) if "step-2_ckpt" in str(path) else None
     with manager(tmpfs, **options) as made, pytest.raises(NoReplicasAvailableError):
         made.load()
-
-
-def test_without_a_store_there_is_nothing_to_tell(tmpfs: Path) -> None:
-    with manager(tmpfs) as made:
-        assert made.status.persisted is None

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import datetime
 import enum
 import io
-import uuid
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from decimal import Decimal
-from fractions import Fraction
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,21 +54,13 @@ class Bits(enum.Flag):
     B = 2
 
 
-class Kind(str, enum.Enum):
-    TEXT = "text"
-
-
 VALUES: dict[str, Any] = {
     "conjugate": [X, X.conj(), X.conj().imag, X.imag, X],
-    "conjugate parameter": {"a": torch.nn.Parameter(X), "b": torch.nn.Parameter(X.conj())},
     "one memory, two gradients": [X, X.detach().requires_grad_(), torch.nn.Parameter(X), X],
-    "expanded": torch.arange(3).expand(4, 3),
     "no elements": [torch.empty(0), torch.empty(3, 0, dtype=torch.bool), torch.empty(0, dtype=torch.complex32)],
-    "scalars": [torch.tensor(1.0), torch.tensor(True), torch.tensor(1j).conj()],
     "sparse": [torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), torch.eye(3).to_sparse().requires_grad_()],
     "uncoalesced": torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (2,), check_invariants=False),
     "meta": torch.empty(3, device="meta"),
-    "empty strings of numpy": [np.str_(""), np.bytes_(b""), np.void(b""), np.str_("a\0"), np.bytes_(b"\0")],
     "arrays without bytes": [np.empty(2, "V0"), np.empty((0, 3)), np.empty((2, 0), "<M8[s]"), np.ndarray((2,), "<U0")],
     "types of C": [
         np.longlong(1),
@@ -84,29 +72,9 @@ VALUES: dict[str, Any] = {
     ],
     "records": [np.zeros(3, RECORD), np.ones(2, RECORD)[0], np.zeros(0, RECORD)],
     "dtypes of numpy": [RECORD, np.dtype(">f4"), np.dtype([])],
-    "times of numpy": [np.datetime64("NaT"), np.datetime64(3, "25s"), np.timedelta64(5), np.array(["2020"], "M8[ns]")],
     "array of objects": np.array([None, 2**70, "a", {"n": [1]}, torch.ones(2), np.float32(1)], dtype=object),
-    "array of arrays": np.array([np.ones(2), np.ones(3), None], dtype=object)[:2],
     "large array": [np.arange(3000.0)[::2], np.asfortranarray(np.ones((40, 50))), np.frombuffer(b"x" * 5000, "V5")],
     "flags of an array": [np.array(3), np.array("é"), np.broadcast_to(np.arange(3), (1000, 3))],
-    "surrogates": ["\ud83d\ude00", "\ud800", "😀", {"\ud83d\ude00": 1, "😀": 2}],
-    "not numbers": [float("nan"), -float("nan"), complex("nan"), complex(-0.0, -float("nan")), np.float16("nan")],
-    "huge ranges": [range(10**500), slice(10**500), range(True, 5)],
-    "times": [
-        datetime.datetime(2020, 1, 1, fold=1, tzinfo=datetime.timezone.utc),
-        datetime.datetime(1, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=-3), "here")),
-        datetime.time(1, 2, 3, 4),
-        datetime.date(2020, 2, 29),
-        datetime.timedelta(-3, 5, 7),
-    ],
-    "numbers": [Decimal("-1.10"), Decimal("sNaN5"), Fraction(1, 3), uuid.UUID(int=5)],
-    "paths": [Path("/a/b"), PurePosixPath("../c")],
-    "deque": deque([torch.ones(1), np.float32(1), Pair(1, 2)], maxlen=5),
-    "counter": collections.Counter(a=2),
-    "enumerations": [Kind.TEXT, Bits.A, Colour.RED],
-    "torch": [torch.sparse_csr, torch.complex32, torch.Size([])],
-    "rest": [io.BytesIO(b"abc"), io.BytesIO(), bytearray(b"\0" * 2000), frozenset({(1, None)})],
-    "generators": [torch.Generator().get_state(), np.random.default_rng(1).bit_generator.state],
     "numpy keys": {np.int64(1): 1, np.str_("a\0"): 2, (np.float32(1), None): 3, b"b" * 2000: 4},
 }
 
@@ -140,10 +108,6 @@ class Number(int):
     pass
 
 
-class Words(list):  # type: ignore[type-arg]
-    pass
-
-
 class Loose(tuple):  # type: ignore[type-arg]
     _fields = ("a",)
 
@@ -155,16 +119,10 @@ REFUSED: dict[str, Any] = {
     "class": Ordinary(1),
     "tensor subclass": torch.ones(2).as_subclass(Tagged),
     "int subclass": Number(1),
-    "list subclass": Words([1]),
     "tuple with attributes": _loose,
     "combined flags": Bits.A | Bits.B,
-    "function": len,
-    "lambda": lambda: 0,
-    "type": int,
     "view": memoryview(b"a"),
-    "text stream": io.StringIO("a"),
     "strings of numpy": np.array(["a"], dtype=getattr(getattr(np, "dtypes", None), "StringDType", lambda: object)()),
-    "matrix": np.asmatrix(np.ones((1, 1))),
     "masked": np.ma.masked_array([1], [True]),
     "objects in records": np.zeros(1, [("a", object)]),
     "record of NumPy's own class": np.rec.array([(1, 2.0)])[0],
@@ -181,25 +139,6 @@ def test_what_would_not_come_back_is_refused_with_its_place(manager: LocalCheckp
         manager.save(state, 1)
     assert isinstance(refused.value.__cause__, (InvalidArgumentError, UnsafeContentError))
     assert manager.find_latest() == -1
-
-
-def _nested_tensors() -> list[torch.Tensor]:
-    parts = [torch.ones(2), torch.zeros(3)]
-    return [torch.nested.nested_tensor(parts), torch.nested.nested_tensor(parts, layout=torch.jagged)]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("index", [0, 1, 2], ids=["strided", "jagged", "mkldnn"])
-def test_tensors_of_odd_layouts_come_back_or_are_refused(manager: LocalCheckpointManager, index: int) -> None:
-    value = _nested_tensors()[index] if index < 2 else torch.ones(3).to_mkldnn()
-    refused = refusal(manager, {"odd": value})
-    if refused is not None:
-        assert "v.odd" in refused
-        return
-    got = round_trip(manager, value)
-    assert (type(got), got.layout, got.dtype) == (type(value), value.layout, value.dtype)
-    ours, theirs = (got.unbind(), value.unbind()) if value.is_nested else ([got.to_dense()], [value.to_dense()])
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 # ---- anything, in any nesting -----------------------------------------------------------------------------
@@ -256,7 +195,7 @@ _hashable = (
     | st.decimals(allow_nan=False)
     | st.fractions()
     | st.uuids()
-    | st.sampled_from([*Colour, *Kind, torch.float32, torch.Size([1, 2]), torch.device("cpu"), torch.strided])
+    | st.sampled_from([*Colour, torch.float32, torch.Size([1, 2]), torch.device("cpu"), torch.strided])
     | st.builds(range, st.integers(), st.integers(), st.integers(1))
 )
 _leaves = (
@@ -332,13 +271,6 @@ def test_anything_comes_back_or_is_refused_at_length(manager: LocalCheckpointMan
 # ---- descriptions of dtypes -------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@settings(max_examples=200)
-@given(_scalar_dtypes | npst.nested_dtypes(_scalar_dtypes, max_leaves=4))
-def test_a_described_dtype_is_the_same(dtype: np.dtype[Any]) -> None:
-    assert dtype_of(describe_dtype(dtype)) == dtype
-
-
 class Void(np.void):
     pass
 
@@ -357,26 +289,15 @@ def test_dtypes_of_other_scalars_are_refused(kind: type[np.void]) -> None:
     "described",
     [
         "O",
-        "O,i4",
-        "x" * 500,
         "no such",
-        3,
         None,
-        (),
-        {},
         ("<f4", [-1]),
-        ("<f4", (2,)),
         ("O", [1]),
         [("a", "O")],
         [("a", "<f8", (-1,))],
-        [("a", "<f8", "2")],
-        [("a", 8)],
-        [((7, "a"), "<f8")],
         [("a", "<f8"), ("a", "<f8")],
         [("a", [("b", "O")])],
-        "i4,,i4",
         "<M8[Y/0]",
-        [("a", "<m8[W/0]", (2,))],
         [("a", [(("b", "c"), ("i4,m8[W/-0]", (2,)))])],
     ],
     ids=str,

@@ -11,7 +11,7 @@ from ml_flashpoint.format.manifest import JOB_LABEL, Manifest
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.format.object_format import Layout, plan_layout
 from ml_flashpoint.memory.container import BaseContainer
-from ml_flashpoint.memory.pool import Pool
+from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.memory.slot import Slot
 
 NUMBERS = 5000
@@ -43,6 +43,13 @@ def value_in(container: BaseContainer, save: SaveId, rank: int = 0, numbers: int
         found = torch.frombuffer(bytearray(part.buffer[entry.begin : entry.end]), dtype=torch.float32)
     assert (found == found[0]).all()
     return float(found[0])
+
+
+def taken(pool: Pool, size: int, request: SlotRequest, **how: bool) -> Slot:
+    """Return a slot that a pool has for a save."""
+    slot = pool.take(size, request, **how)
+    assert slot is not None
+    return slot
 
 
 def commit(pool: Pool, slot: Slot, save: SaveId, numbers: int = NUMBERS, job: str = "job") -> None:

@@ -23,7 +23,7 @@ from ml_flashpoint.memory.container import BaseContainer, JobLock, Owner, locked
 from ml_flashpoint.memory.lineage import read_records
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.memory.slot import PAGE, Slot
-from tests.memory.support import commit, fill, fill_up, layout_of, slot_files, value_in, value_of
+from tests.memory.support import commit, fill, fill_up, layout_of, slot_files, taken, value_in, value_of
 from tests.support.forked import Child, Report
 
 SAVE = SaveId(7, 40)
@@ -37,8 +37,7 @@ def pool_of(container: BaseContainer, rank: int = 0) -> Pool:
 def with_part(base: Path, save: SaveId = SAVE, rank: int = 0) -> BaseContainer:
     container = BaseContainer(base)
     pool = pool_of(container, rank)
-    slot = pool.take(SIZE, SlotRequest(save, ()))
-    assert slot is not None
+    slot = taken(pool, SIZE, SlotRequest(save, ()))
     commit(pool, slot, save)
     pool.close()
     return container
@@ -141,16 +140,14 @@ def test_damaged_parts_are_refused(tmpfs: Path) -> None:
 def test_a_full_tmpfs_fails_the_commit_and_leaves_no_part(small_tmpfs: Path) -> None:
     container = BaseContainer(small_tmpfs)
     pool = pool_of(container)
-    slot = pool.take(SIZE, SlotRequest(SAVE, ()))
-    assert slot is not None
+    slot = taken(pool, SIZE, SlotRequest(SAVE, ()))
     others = fill_up(small_tmpfs)
     with pytest.raises(CapacityError):
         commit(pool, slot, SAVE)
     assert container.list_versions() == {}
     assert not (small_tmpfs / SAVE.version).exists()
     others.unlink()
-    slot = pool.take(SIZE, SlotRequest(SAVE, ()))
-    assert slot is not None
+    slot = taken(pool, SIZE, SlotRequest(SAVE, ()))
     commit(pool, slot, SAVE)
     pool.close()
 
@@ -160,8 +157,7 @@ def test_planted_links_and_folders_are_refused(tmpfs: Path) -> None:
     elsewhere.mkdir(mode=0o700)
     container = BaseContainer(tmpfs / "job")
     pool = pool_of(container)
-    slot = pool.take(SIZE, SlotRequest(SAVE, ()))
-    assert slot is not None
+    slot = taken(pool, SIZE, SlotRequest(SAVE, ()))
     (tmpfs / "job" / SAVE.version).symlink_to(elsewhere)
     with pytest.raises(SaveError, match="cannot be used as a folder"):
         commit(pool, slot, SAVE)
@@ -224,8 +220,7 @@ def test_a_job_whose_base_container_was_removed_commits_into_no_other(tmpfs: Pat
     lock = JobLock(base, "job-1", 0)
     container = BaseContainer(base, lock)
     pool = pool_of(container)
-    slot = pool.take(SIZE, SlotRequest(SAVE, ()))
-    assert slot is not None
+    slot = taken(pool, SIZE, SlotRequest(SAVE, ()))
     base.rename(tmpfs / "old")
     with pytest.raises(JobInUseError, match="removed while the job had it open"):
         commit(pool, slot, SAVE)

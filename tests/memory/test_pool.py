@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,8 @@ from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.pool import Pool, SlotRequest, slot_size
 from ml_flashpoint.memory.slot import PAGE, Slot, State
-from tests.memory.support import commit, fill, fill_up, layout_of, slot_files, value_in, value_of
+from tests.memory.support import commit, fill, fill_up, layout_of, slot_files, taken, value_in, value_of
+from tests.support.descriptors import NoDescriptors
 from tests.support.forked import Child, Report
 from tests.support.tmpfs import SMALL_TMPFS_BYTES
 
@@ -27,8 +27,21 @@ ME = Owner(4, 0)
 SIZE = layout_of().size
 
 
-def opened(base: Path, owner: Owner = ME, **options: object) -> Pool:
-    return Pool(BaseContainer(base), owner, **{"keep": 1, "owners": (), **options})  # type: ignore[arg-type]
+Opened = Callable[..., Pool]
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    """Opens pools, and closes them in the end."""
+    pools: list[Pool] = []
+
+    def open_pool(base: Path, owner: Owner = ME, **options: object) -> Pool:
+        pools.append(Pool(BaseContainer(base), owner, **{"keep": 1, "owners": (), **options}))  # type: ignore[arg-type]
+        return pools[-1]
+
+    yield open_pool
+    for pool in pools:
+        pool.close()
 
 
 def request(step: int, *retained: int, of_round: bool = True, spare: int = 0, may_grow: bool = False) -> SlotRequest:
@@ -42,89 +55,67 @@ def save(pool: Pool, step: int, *retained: int, **terms: bool) -> Slot | None:
     return slot
 
 
-def test_slots_are_made_once_and_then_taken_in_turn(tmpfs: Path) -> None:
+def test_slots_are_made_once_and_then_taken_in_turn(tmpfs: Path, opened: Opened) -> None:
     pool = opened(tmpfs)
     slots = [save(pool, step, step - 1) for step in range(1, 6)]
     assert slots == [slots[0], slots[1], slots[0], slots[1], slots[0]]
     assert sorted(pool.container.list_versions()) == [(1, 4), (1, 5)]
     assert slot_files(tmpfs) == ["00004-00000/0", "00004-00000/1"]
     assert value_in(pool.container, SaveId(1, 4)) == value_of(SaveId(1, 4))
-    pool.close()
 
 
-def test_what_is_retained_is_written_or_newest_is_not_taken(tmpfs: Path) -> None:
+def test_what_is_retained_is_written_or_newest_is_not_taken(tmpfs: Path, opened: Opened) -> None:
     pool = opened(tmpfs)
     save(pool, 1)
     assert pool.take(SIZE, request(2, 1, of_round=False, spare=1)) is None, "the last slot is for the round's save"
-    writing = pool.take(SIZE, request(2, 1))
-    assert writing is not None
+    writing = taken(pool, SIZE, request(2, 1))
     assert pool.take(SIZE, request(3, 1)) is None
     pool.free(writing)
     assert pool.slot_of(SaveId(1, 2)) is None
     save(pool, 3, 1)
     assert pool.take(SIZE, request(4, 1, of_round=False)) is None, "step 3 is the newest committed part"
     assert save(pool, 4, 1) is writing, "the round's save takes it"
-    pool.close()
 
 
-def test_more_slots_are_made_once_saves_are_verified(tmpfs: Path) -> None:
+def test_slots_are_made_ahead_and_more_once_saves_are_verified(tmpfs: Path, opened: Opened) -> None:
     pool = opened(tmpfs, extra=2)
+    assert [pool.prepare(SIZE, request(1)) for _ in range(3)] == [True, True, False]
     for step in range(1, 5):
-        save(pool, step, step - 1, may_grow=step > 2)
-    assert len(pool.slots) == 2, "a save that finds a free slot waits for no new one"
+        assert save(pool, step, step - 1, may_grow=step > 2) is not None
+    assert len(slot_files(tmpfs)) == 2, "a save that finds a free slot waits for no new one"
     assert [pool.prepare(SIZE, request(5, 4, may_grow=True)) for _ in range(3)] == [True, True, False]
     assert len(pool.slots) == 4
-    pool.close()
 
 
-def test_a_part_that_fails_to_commit_leaves_a_free_slot(tmpfs: Path) -> None:
+def test_what_cannot_be_committed_fails_one_save_and_no_later_one(tmpfs: Path, opened: Opened) -> None:
     pool = opened(tmpfs)
-    slot = pool.take(SIZE, request(1))
-    assert slot is not None
     (tmpfs / "step-1_ckpt").write_bytes(b"")
     with pytest.raises(SaveError):
-        commit(pool, slot, SaveId(1, 1))
+        save(pool, 1)
+    (slot,) = pool.slots
     assert (slot.state, slot.save) == (State.EMPTY, None)
-    assert save(pool, 2) is slot
-    pool.close()
-
-
-def test_a_slot_whose_file_is_gone_fails_one_save_and_no_later_one(tmpfs: Path) -> None:
-    pool = opened(tmpfs)
-    save(pool, 1)
+    (tmpfs / "step-1_ckpt").unlink()
+    assert save(pool, 1) is slot
     lost = save(pool, 2, 1)
     assert lost is not None
-    lost.path.unlink()
+    lost.path.unlink()  # no part can ever be committed in it
     with pytest.raises(SaveError, match="cannot commit"):
         save(pool, 3, 1)
     assert lost not in pool.slots
     assert save(pool, 4, 1) is not None
     assert value_in(pool.container, SaveId(1, 4)) == value_of(SaveId(1, 4))
     assert len(slot_files(tmpfs)) == len(pool.slots) == 2
-    pool.close()
 
 
-def test_a_process_without_descriptors_loses_no_slot_that_is_to_grow(tmpfs: Path) -> None:
+def test_a_process_without_descriptors_loses_no_slot_that_is_to_grow(tmpfs: Path, opened: Opened) -> None:
     pool = opened(tmpfs)
     save(pool, 1)
     save(pool, 2)
-    with limited_descriptors():
+    with NoDescriptors():
         for step in (3, 4):
             with pytest.raises(OSError, match="Too many open files"):
                 pool.take(2 * SIZE, request(step, 2))
     assert pool.take(2 * SIZE, request(5, 2)) is not None
-    pool.close()
-
-
-@contextlib.contextmanager
-def limited_descriptors() -> Iterator[None]:
-    """Leave this process no descriptor that it has not open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # ---- readers ----------------------------------------------------------------------------------------------------
@@ -139,26 +130,25 @@ def read(report: Report, base: str, step: int) -> float:
         return float(memoryview(part.buffer[begin:end]).cast("f")[0])
 
 
-def test_a_frozen_reader_costs_one_slot_and_reads_what_it_opened(tmpfs: Path) -> None:
+def test_a_frozen_reader_costs_one_slot_and_reads_what_it_opened(tmpfs: Path, opened: Opened) -> None:
     pool = opened(tmpfs, keep=2)
     for step in (1, 2, 3):
         save(pool, step)
     with Child(read, str(tmpfs), 1) as reader:
         reader.next_report("locked")
         reader.stop()
-        taken = {save(pool, step, of_round=True) for step in range(4, 9)}
-        assert len(taken) == 2
+        used = {save(pool, step, of_round=True) for step in range(4, 9)}
+        assert len(used) == 2
         assert SaveId(1, 1) in pool.container.list_versions()
         assert pool.take(SIZE, request(9, 7, 8)) is None
         reader.go_on()
         reader.say("go on")
         assert reader.result() == value_of(SaveId(1, 1))
     slot = save(pool, 9, 7, 8)
-    assert slot not in taken
-    pool.close()
+    assert slot not in used
 
 
-def test_a_reader_that_comes_too_late_is_told(tmpfs: Path) -> None:
+def test_a_reader_that_comes_too_late_is_told(tmpfs: Path, opened: Opened) -> None:
     """Between reading the manifest and locking the slot, the owner has reused it."""
     pool = opened(tmpfs)
     save(pool, 1)
@@ -177,10 +167,9 @@ def test_a_reader_that_comes_too_late_is_told(tmpfs: Path) -> None:
                 seen.append(value_in(pool.container, found) == value_of(found))
     thread.join()
     assert all(seen)
-    pool.close()
 
 
-def test_what_this_process_reads_is_not_reused(tmpfs: Path) -> None:
+def test_what_this_process_reads_is_not_reused(tmpfs: Path, opened: Opened) -> None:
     pool = opened(tmpfs)
     save(pool, 1)
     with pool.reading(SaveId(1, 1)) as slot:
@@ -192,7 +181,6 @@ def test_what_this_process_reads_is_not_reused(tmpfs: Path) -> None:
     assert pool.saves == {(1, 2), (1, 3)}
     with pytest.raises(PrunedError), pool.reading(SaveId(1, 1)):
         pass
-    pool.close()
 
 
 def place() -> tuple[int, int]:
@@ -203,63 +191,47 @@ def place() -> tuple[int, int]:
 # ---- sizes and room ---------------------------------------------------------------------------------------------
 
 
-def test_all_slots_grow_to_what_one_save_needed(tmpfs: Path) -> None:
+def test_all_slots_grow_to_what_one_save_needed_and_copies_take_just_their_size(tmpfs: Path, opened: Opened) -> None:
+    pool = opened(tmpfs, Owner(4, 1))
+    for step, size in ((1, 16 * PAGE), (2, 16 * PAGE), (3, 20 * PAGE), (4, 16 * PAGE)):
+        copy = taken(pool, size, request(step, step - 1), exact=True)
+        assert copy.size == size
+        commit(pool, copy, SaveId(1, step))
+    assert len(pool.slots) == 2
+    pool.close()
     pool = opened(tmpfs)
     large = 10 * SIZE
     for step, size in ((1, SIZE), (2, large), (3, SIZE), (4, SIZE)):
-        slot = pool.take(size, request(step, step - 1))
-        assert slot is not None
-        commit(pool, slot, SaveId(1, step))
-    assert {slot.size for slot in pool.slots} == {slot_size(large)}
-    assert len(slot_files(tmpfs)) == 2
-    for slot in [pool.take(SIZE, request(step)) for step in (5, 6)]:
-        assert slot is not None
+        commit(pool, taken(pool, size, request(step, step - 1)), SaveId(1, step))
+    assert [slot.size for slot in pool.slots] == [slot_size(large)] * 2
+    for slot in [taken(pool, SIZE, request(step)) for step in (5, 6)]:
         pool.remove(slot)
-    small = save(pool, 7)
-    assert small is not None
-    assert small.size == slot_size(SIZE)
-    pool.close()
+    assert taken(pool, SIZE, request(7)).size == slot_size(SIZE)
 
 
-def test_a_copy_takes_just_its_size(tmpfs: Path) -> None:
-    pool = opened(tmpfs)
-    for step, size in ((1, 16 * PAGE), (2, 16 * PAGE), (3, 20 * PAGE), (4, 16 * PAGE)):
-        slot = pool.take(size, request(step, step - 1), exact=True)
-        assert slot is not None
-        assert slot.size == size
-        commit(pool, slot, SaveId(1, step))
-    assert len(pool.slots) == 2
-    pool.close()
-
-
-def test_a_larger_slot_needs_no_room_beside_the_one_that_it_replaces(small_tmpfs: Path) -> None:
+def test_a_larger_slot_needs_no_room_beside_the_one_that_it_replaces(small_tmpfs: Path, opened: Opened) -> None:
     pool = opened(small_tmpfs)
     for step in (1, 2):
-        assert pool.take(3 * SMALL_TMPFS_BYTES // 8, request(step), exact=True) is not None
+        taken(pool, 3 * SMALL_TMPFS_BYTES // 8, request(step), exact=True)
     for slot in pool.slots:
         pool.free(slot)
-    assert pool.take(4 * SMALL_TMPFS_BYTES // 8, request(3), exact=True) is not None
+    taken(pool, 4 * SMALL_TMPFS_BYTES // 8, request(3), exact=True)
     assert pool.take(5 * SMALL_TMPFS_BYTES // 8, request(4), exact=True) is None, "without room the smaller one stays"
     assert sorted(slot.size * 8 // SMALL_TMPFS_BYTES for slot in pool.slots) == [3, 4]
-    pool.close()
 
 
-def test_without_room_to_grow_what_is_large_enough_is_taken(small_tmpfs: Path) -> None:
+def test_without_room_to_grow_what_is_large_enough_is_taken(small_tmpfs: Path, opened: Opened) -> None:
     pool = opened(small_tmpfs, keep=2)
     for step in (1, 2):
-        slot = pool.take(SMALL_TMPFS_BYTES // 8, request(step))
-        assert slot is not None
-    large = pool.take(SMALL_TMPFS_BYTES // 2, request(3))
-    assert large is not None
+        taken(pool, SMALL_TMPFS_BYTES // 8, request(step))
+    large = taken(pool, SMALL_TMPFS_BYTES // 2, request(3))
     for slot in pool.slots:
         pool.free(slot)
-    taken = [pool.take(SMALL_TMPFS_BYTES // 8, request(step)) for step in (4, 5, 6)]
-    assert {slot.size for slot in taken if slot} > {large.size}
-    assert None not in taken
-    pool.close()
+    sizes = {taken(pool, SMALL_TMPFS_BYTES // 8, request(step)).size for step in (4, 5, 6)}
+    assert sizes > {large.size}
 
 
-def test_what_is_retained_while_a_slot_was_made_in_vain_is_not_taken(small_tmpfs: Path) -> None:
+def test_what_is_retained_while_a_slot_was_made_in_vain_is_not_taken(small_tmpfs: Path, opened: Opened) -> None:
     pool = opened(small_tmpfs)
     for step in (1, 2):
         save(pool, step)
@@ -267,34 +239,9 @@ def test_what_is_retained_while_a_slot_was_made_in_vain_is_not_taken(small_tmpfs
     terms = iter([request(3), request(3, 2)])
     assert pool.take(4 * SIZE, lambda: next(terms)) is None, "the slot of step 1 cannot grow, and step 2 is retained"
     assert value_in(pool.container, SaveId(1, 2)) == value_of(SaveId(1, 2))
-    pool.close()
 
 
-def test_a_slot_is_made_ahead(tmpfs: Path) -> None:
-    pool = opened(tmpfs)
-    assert [pool.prepare(SIZE, request(1)) for _ in range(3)] == [True, True, False]
-    assert save(pool, 1) in pool.slots
-    assert len(slot_files(tmpfs)) == 2
-    pool.close()
-
-
-def test_a_slot_that_is_made_ahead_is_free_as_soon_as_it_is_there(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    states: list[State] = []
-
-    def note(slot: Slot, state: State) -> None:
-        states.append(state)
-        vars(slot)["state"] = state
-
-    monkeypatch.setattr(Slot, "state", property(lambda slot: vars(slot)["state"], note), raising=False)
-    pool = opened(tmpfs)
-    assert pool.prepare(SIZE, request(1))
-    assert set(states) == {State.EMPTY}, "a save that comes meanwhile takes the slot, and is not skipped"
-    assert save(pool, 1) in pool.slots
-    assert State.WRITING in states
-    pool.close()
-
-
-def test_the_last_page_is_left_for_manifests(small_tmpfs: Path) -> None:
+def test_the_last_page_is_left_for_manifests(small_tmpfs: Path, opened: Opened) -> None:
     pool = opened(small_tmpfs, keep=9)
     for step in range(1, 100):
         slot = pool.take(SMALL_TMPFS_BYTES // 5, request(step))
@@ -302,13 +249,12 @@ def test_the_last_page_is_left_for_manifests(small_tmpfs: Path) -> None:
             break
         commit(pool, slot, SaveId(1, step))
     assert 3 <= len(pool.container.list_versions()) == len(pool.slots) < 5
-    pool.close()
 
 
 # ---- what others left -------------------------------------------------------------------------------------------
 
 
-def test_the_next_process_goes_on_with_the_slots_and_their_parts(tmpfs: Path) -> None:
+def test_the_next_process_goes_on_with_the_slots_and_their_parts(tmpfs: Path, opened: Opened) -> None:
     pool = opened(tmpfs)
     save(pool, 1)
     save(pool, 2, 1)
@@ -322,69 +268,38 @@ def test_the_next_process_goes_on_with_the_slots_and_their_parts(tmpfs: Path) ->
     oldest = pool.slots[0]
     assert save(pool, 3, 2) is oldest
     assert slot_files(tmpfs) == files
-    pool.close()
 
 
-def test_slots_of_another_number_of_ranks_do_not_count_and_go_when_room_is_needed(small_tmpfs: Path) -> None:
+def test_slots_of_another_number_of_ranks_do_not_count_and_go_when_room_is_needed(
+    small_tmpfs: Path, opened: Opened
+) -> None:
     size = SMALL_TMPFS_BYTES // 5
     old = opened(small_tmpfs, Owner(2, 0))
     for step in (1, 2):
-        slot = old.take(size, request(step))
-        assert slot is not None
+        slot = taken(old, size, request(step))
         old.commit(slot, fill(slot, SaveId(1, step), 0, 2))
     old.close()
     pool = opened(small_tmpfs, Owner(1, 0))
-    slot = pool.take(3 * size, request(3, 2))
-    assert slot is not None
+    slot = taken(pool, 3 * size, request(3, 2))
     pool.commit(slot, fill(slot, SaveId(1, 3), 0, 1))
     assert sorted(pool.container.list_versions()) == [(1, 2), (1, 3)], "step 2 is retained, the room of step 1 needed"
     assert pool.take(3 * size, request(4, 2, 3)) is None
     pool.remove_left([SaveId(1, 3)])
     assert sorted(pool.container.list_versions()) == [(1, 3)]
     assert pool.container.slot_owners() == {Owner(1, 0)}
-    pool.close()
 
 
-def test_slots_of_ranks_that_are_elsewhere_now_go_when_room_is_needed(small_tmpfs: Path) -> None:
+def test_slots_of_ranks_that_are_elsewhere_now_go_when_room_is_needed(small_tmpfs: Path, opened: Opened) -> None:
     size = SMALL_TMPFS_BYTES // 4
     gone = opened(small_tmpfs, Owner(4, 3))
     for step in (1, 2):
-        slot = gone.take(size, request(step), exact=True)
-        assert slot is not None
-        commit(gone, slot, SaveId(1, step))
+        commit(gone, taken(gone, size, request(step), exact=True), SaveId(1, step))
     gone.close()
     pools = [opened(small_tmpfs, Owner(4, rank), owners=[Owner(4, 0), Owner(4, 1)]) for rank in (0, 1)]
     for pool in pools:
-        slot = pool.take(size, request(3, 2), exact=True)
-        assert slot is not None
-        commit(pool, slot, SaveId(1, 3))
+        commit(pool, taken(pool, size, request(3, 2), exact=True), SaveId(1, 3))
     assert pools[0].container.list_versions() == {(1, 2): {3}, (1, 3): {0, 1}}, "step 2 is retained"
     assert value_in(pools[0].container, SaveId(1, 2), 3) == value_of(SaveId(1, 2), 3)
-    for pool in pools:
-        pool.close()
-
-
-def take_and_commit(report: Report, base: str, steps: int) -> None:
-    pool = opened(Path(base))
-    report("open")
-    for step in range(10, steps):
-        save(pool, step, step - 1)
-
-
-def test_a_process_that_is_killed_anywhere_leaves_whole_parts_and_usable_slots(tmpfs: Path) -> None:
-    for kill in range(5):
-        with Child(take_and_commit, str(tmpfs), 10**6) as child:
-            child.next_report("open")
-            threading.Event().wait(0.01 + 0.007 * kill)
-            child.kill()
-        container = BaseContainer(tmpfs)
-        container.clean()
-        for found in container.list_versions():
-            assert value_in(container, found) == value_of(found)
-        assert len(slot_files(tmpfs)) <= 2
-        pool = Pool(container, ME, keep=1, owners=())
-        assert save(pool, 5) is not None
-        pool.close()
 
 
 # ---- any schedule -----------------------------------------------------------------------------------------------
@@ -392,7 +307,9 @@ def test_a_process_that_is_killed_anywhere_leaves_whole_parts_and_usable_slots(t
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.booleans(), st.integers(0, 1)), max_size=25))
-def test_what_is_retained_stays_whole_in_every_schedule(tmpfs: Path, moves: list[tuple[int, int, bool, int]]) -> None:
+def test_what_is_retained_stays_whole_in_every_schedule(
+    tmpfs: Path, opened: Opened, moves: list[tuple[int, int, bool, int]]
+) -> None:
     """Saves begin, end, fail; verdicts list any two of the committed saves; sizes change; processes begin anew."""
     base = tmpfs / os.urandom(4).hex()
     pool, writing, retained, step = opened(base, keep=2, extra=2), [], set(), 0
@@ -415,4 +332,3 @@ def test_what_is_retained_stays_whole_in_every_schedule(tmpfs: Path, moves: list
         for name in retained:
             assert value_in(pool.container, name) == value_of(name)
         assert len(pool.slots) <= 5
-    pool.close()

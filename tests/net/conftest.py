@@ -10,7 +10,10 @@ import pytest
 from ml_flashpoint.ddict.errors import REQUESTS
 from ml_flashpoint.net.client import Address
 from ml_flashpoint.net.server import RequestServer
-from tests.net.requests_support import SECRET, Echo
+from tests.net.support import SECRET, Echo
+from tests.support import forked
+
+forked.preload("tests.net.support")
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import contextlib
 import logging
 import mmap
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,14 +20,13 @@ import pytest
 from ml_flashpoint.format.errors import (
     DeadlineError,
     FlashpointError,
-    InvalidArgumentError,
     ReplicationError,
 )
 from ml_flashpoint.net import channel as channels
 from ml_flashpoint.net import handshake
 from ml_flashpoint.net.channel import Channel, ConnectionLostError, TransferCancelledError
 from ml_flashpoint.net.transfers import TRANSFERS, BlockChecker, PeerConnection, TransferService
-from tests.net.transfer_support import (
+from tests.net.support import (
     BLOCK,
     LARGE,
     NAME,
@@ -34,7 +35,6 @@ from tests.net.transfer_support import (
     SLACK_S,
     VERSION,
     MemoryStore,
-    PeerProcess,
     begin_push,
     channel_to,
     connection_to,
@@ -44,12 +44,16 @@ from tests.net.transfer_support import (
     manifest_of,
     pattern,
     push,
-    raw_connection,
+    raw,
     record_of,
     refusal_to,
+    serve_transfers,
     serving,
+    transfer,
 )
+from tests.support.forked import Child
 from tests.support.netns import two_namespaces
+from tests.support.processes import REPOSITORY, child_environment
 
 pytestmark = pytest.mark.slow
 
@@ -68,14 +72,6 @@ def as_server(answer: Callable[[Channel], None]) -> Callable[[socket.socket], No
     return authenticate_and_answer
 
 
-def test_a_peer_that_accepts_and_never_answers_is_given_up() -> None:
-    with impostor(lambda sock: None) as address:
-        peer = PeerConnection(address, SECRET, node="n2", deadline_s=30, connect_timeout_s=0.5)
-        with ends_within(0.5 + SLACK_S), pytest.raises(DeadlineError) as caught:
-            peer.ping()
-    assert caught.value.node == "n2"
-
-
 def test_a_peer_that_falls_silent_is_given_up() -> None:
     def silent(channel: Channel) -> None:
         channel.receive(request=True)
@@ -85,11 +81,16 @@ def test_a_peer_that_falls_silent_is_given_up() -> None:
         channel.send(None, {}, payload_bytes=BLOCK)
         channel.send_payload(memoryview(bytes(1000)))
 
+    with impostor(lambda sock: None) as address:
+        peer = PeerConnection(address, SECRET, node="n2", deadline_s=30, connect_timeout_s=0.5)
+        with ends_within(0.5 + SLACK_S), pytest.raises(DeadlineError) as caught:
+            peer.ping()
+    assert caught.value.node == "n2"
     record = record_of(pattern(BLOCK))
     for answer in (silent, halfway):
         with impostor(as_server(answer)) as address:
-            peer = PeerConnection(address, SECRET, node="n2", deadline_s=2)
-            with ends_within(2 + SLACK_S), pytest.raises(DeadlineError) as caught:
+            peer = PeerConnection(address, SECRET, node="n2", deadline_s=1)
+            with ends_within(1 + SLACK_S), pytest.raises(DeadlineError) as caught:
                 fetch(peer, record, bytearray(BLOCK))
             peer.close()
         assert (caught.value.step, caught.value.rank, caught.value.node) == (5, 3, "n2")
@@ -97,12 +98,12 @@ def test_a_peer_that_falls_silent_is_given_up() -> None:
 
 def test_a_client_that_falls_silent_is_given_up_and_its_part_aborted() -> None:
     store = MemoryStore()
-    with serving(store, deadline_s=2) as service:
+    with serving(store, deadline_s=1) as service:
         channel = channel_to(service)
         assert begin_push(channel, manifest_of(record_of(pattern(4 * BLOCK)))).fields == {"held": False}
         channel.send("data", {}, payload_bytes=4 * BLOCK)
         channel.send_payload(memoryview(pattern(BLOCK)))
-        with ends_within(2 + SLACK_S):
+        with ends_within(1 + SLACK_S):
             assert isinstance(refusal_to(channel), DeadlineError)
         channel.close()
     assert store.aborted == [VERSION]
@@ -210,12 +211,13 @@ def test_a_server_killed_midway_is_replaced_by_another_one() -> None:
         return False
 
     with (
-        PeerProcess("serve", "127.0.0.1", "0", "10") as dying,
+        Child(serve_transfers, "127.0.0.1", 10.0) as dying,
         serving(MemoryStore({PART: data})) as alive,
         memoryview(into) as view,
         BlockChecker(record, view, NAME) as blocks,
     ):
-        with PeerConnection(("127.0.0.1", dying.tell()["port"]), SECRET) as peer, pytest.raises(ConnectionLostError):
+        (_, address) = dying.next_report("address")
+        with PeerConnection(address, SECRET) as peer, pytest.raises(ConnectionLostError):
             peer.fetch(PART, blocks, cancelled=kill_it)
         assert sum(map(len, blocks.missing())) <= (LARGE >> 20) - 4, "the server was killed after some blocks"
         with connection_to(alive) as peer:
@@ -226,8 +228,8 @@ def test_a_server_killed_midway_is_replaced_by_another_one() -> None:
 def test_a_pusher_killed_midway_leaves_no_part_behind() -> None:
     store = MemoryStore()
     with serving(store, deadline_s=60) as service:
-        with PeerProcess("push", *map(str, service.address), "60") as pusher:
-            assert pusher.tell() == {"midway": True}
+        with Child(transfer, "push", service.address, 60.0) as pusher:
+            pusher.next_report("midway")
             pusher.kill()
             assert store.ended.wait(SLACK_S)
         assert (store.committed, store.aborted) == ([], [VERSION])
@@ -236,46 +238,34 @@ def test_a_pusher_killed_midway_leaves_no_part_behind() -> None:
 
 
 def test_a_frozen_peer_is_given_up() -> None:
-    data = mmap.mmap(-1, LARGE)
-    manifest = manifest_of(record_of(data))
-    asked = 0
-
-    def freeze_it() -> bool:
-        nonlocal asked
-        asked += 1
-        if asked == 3:
+    with Child(serve_transfers, "127.0.0.1", 10.0) as frozen:
+        (_, address) = frozen.next_report("address")
+        with Child(transfer, "push", address, 1.0) as pusher:
+            pusher.next_report("midway")
             frozen.stop()
-        return False
-
-    with PeerProcess("serve", "127.0.0.1", "0", "10") as frozen:
-        address = ("127.0.0.1", frozen.tell()["port"])
-        peer = PeerConnection(address, SECRET, deadline_s=1)
-        with ends_within(1 + SLACK_S), pytest.raises(DeadlineError) as caught:
-            peer.push(manifest, memoryview(data), cancelled=freeze_it)
-        assert (caught.value.step, caught.value.rank) == (5, 3)
-        peer.close()
+            pusher.say("go on")
+            with ends_within(1 + SLACK_S):
+                assert pusher.next_report("outcome")[1:] == ("DeadlineError", 5, 3, "n2")
 
 
 @pytest.mark.netns
 @pytest.mark.parametrize("role", ["fetch", "push"])
 def test_a_vanished_machine_is_noticed_within_the_deadline(role: str) -> None:
-    deadline_s = 3.0
+    deadline_s = 2.0
     with (
         two_namespaces() as (here, there),
-        PeerProcess("serve", there.address, "0", str(deadline_s), command=there.command) as server,
+        Child(serve_transfers, there.address, deadline_s, there.namespace) as server,
     ):
-        port = str(server.tell()["port"])
-        with PeerProcess(role, there.address, port, str(deadline_s), command=here.command) as client:
-            assert client.tell() == {"midway": True}
+        (_, address) = server.next_report("address")
+        with Child(transfer, role, address, deadline_s, here.namespace) as client:
+            client.next_report("midway")
             there.pull_cable()
-            client.go_on()
+            client.say("go on")
             with ends_within(deadline_s + SLACK_S):
-                outcome = client.tell()
-            assert outcome["error"] == "DeadlineError", outcome["text"]
-            assert (outcome["step"], outcome["rank"], outcome["node"]) == (5, 3, "n2")
+                assert client.next_report("outcome")[1:] == ("DeadlineError", 5, 3, "n2")
             if role == "push":
                 with ends_within(deadline_s + SLACK_S):
-                    assert server.tell() == {"committed": 0, "aborted": 1}
+                    assert server.next_report("ended")[1:] == (0, 1)
 
 
 # --- Beginning and end --------------------------------------------------------------------------------------
@@ -284,7 +274,7 @@ def test_a_vanished_machine_is_noticed_within_the_deadline(role: str) -> None:
 def test_closing_breaks_transfers_off_and_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     store = MemoryStore()
-    with serving(store, deadline_s=60) as service, raw_connection(service):
+    with serving(store, deadline_s=60) as service, raw(("tcp", *service.address)):
         channel = channel_to(service)
         assert begin_push(channel, manifest_of(record_of(pattern(4 * BLOCK)))).fields == {"held": False}
         with ends_within(SLACK_S):
@@ -299,14 +289,8 @@ def test_an_address_that_cannot_be_listened_on_is_reported() -> None:
         TransferService(SECRET, MemoryStore(), host="127.0.0.1", port=service.address[1])
 
 
-def test_short_secrets_are_refused() -> None:
-    with pytest.raises(InvalidArgumentError):
-        TransferService(b"short", MemoryStore(), host="127.0.0.1")
-    with pytest.raises(InvalidArgumentError):
-        PeerConnection(("127.0.0.1", 1), b"short")
-
-
 def test_a_process_exits_cleanly_in_the_middle_of_transfers() -> None:
-    for _ in range(3):
-        with PeerProcess("exit", "127.0.0.1", "0", "60") as process:
-            assert process.wait() == (0, "")
+    argv = [sys.executable, "-c", "from tests.net.support import exit_amid_transfers as end; end()"]
+    for _ in range(2):
+        done = subprocess.run(argv, cwd=REPOSITORY, env=child_environment(), capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")

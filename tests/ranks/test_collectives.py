@@ -1,4 +1,4 @@
-"""Ranks that have lost each other in a collective meet again in a later one, and those that are missing are named."""
+"""Ranks that have lost each other in a collective meet again in a later one; what fails on one is raised on all."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ml_flashpoint.format.errors import RanksLostError
+from ml_flashpoint.format.errors import FlashpointError, LoadError, RanksLostError
 from ml_flashpoint.ranks.collectives import Collectives
-from tests.support.forked import Report, Team
+from ml_flashpoint.ranks.rank_group import rank_group
+from tests.support.forked import Report, Team, call_team
 
 
 def leave(report: Report, rank: int) -> list[int | str]:
@@ -29,7 +30,7 @@ def leave(report: Report, rank: int) -> list[int | str]:
 
 def come_late(report: Report, rank: int) -> int:
     """Rank 1 comes when it is told to; all try until they have met."""
-    collectives = Collectives(10.0)
+    collectives = Collectives(2.0)
     if rank == 1:
         report.listen()
     while True:
@@ -52,3 +53,42 @@ def test_a_rank_that_does_not_come_is_named_and_can_come_later(tmp_path: Path) -
         assert "the meeting of the job's ranks failed: rank 1 of 2 did not come: " in error
         team[1].say("come")
         assert team.results() == [1, 1]
+
+
+class MuteError(Exception):
+    """An error whose text cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+FAILURES: list[tuple[Exception, str]] = [
+    (ValueError("cannot read /data/\udcff"), "ValueError: cannot read /data/\udcff"),
+    (FlashpointError(""), ""),
+    (MuteError(), "MuteError: its text cannot be shown (RuntimeError)"),
+    (FlashpointError("x" * 10_000), "x" * 2000),
+]
+"""Errors of one rank, and their texts on others."""
+
+
+def fail_on_rank_1(report: Report, rank: int) -> list[list[str]]:
+    """Return the kind, and on rank 0 the text, of what is raised; and what is gathered after that."""
+    ranks, said = rank_group(), []
+
+    def act(error: Exception) -> None:
+        if rank == 1:
+            raise error
+
+    for error, _ in FAILURES:
+        try:
+            ranks.together(lambda error=error: act(error), LoadError, "acting")  # type: ignore[misc]
+        except Exception as raised:
+            kind, text = type(raised).__name__, ascii(str(raised)) if rank == 0 else ""
+        said.append([kind, text, b"".join(ranks.gather(b"%d" % rank)).decode()])
+    return said
+
+
+def test_a_failure_of_one_rank_is_raised_on_all_whatever_its_text_is(tmp_path: Path) -> None:
+    one, other = call_team(fail_on_rank_1, tmp_path, 2)
+    assert one == [["LoadError", ascii(f"acting failed on rank 1, node-1: {text}"), "01"] for _, text in FAILURES]
+    assert other == [[type(error).__name__, "", "01"] for error, _ in FAILURES]

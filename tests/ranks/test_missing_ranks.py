@@ -45,7 +45,7 @@ def status_of(base: Path, rank: int) -> Status | None:
     return read_status(base / ".flashpoint" / "status" / str(rank))
 
 
-@pytest.mark.parametrize(("steps", "how"), [(0, "facade"), (1, "facade"), (1, "local")])
+@pytest.mark.parametrize(("steps", "how"), [(0, "facade"), (1, "local")])
 def test_ranks_that_do_not_come_are_named(tmpfs: Path, steps: int, how: str) -> None:
     with Team(train, tmpfs, 3, steps, how, placement=[0, 0, 0], env=LATE) as team:
         bases = [Path(child.next_report("before")[1]) for child in team.ranks]

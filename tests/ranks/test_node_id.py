@@ -113,7 +113,6 @@ def test_ranks_of_one_node_that_share_no_base_container_are_refused(tmpfs: Path)
         ([0, 0], [("one", "1111-1", "job"), ("another", "1111-1", "job")]),  # containers that share a machine's memory
         ([0, 1], [("same", "1111-1", "a"), ("same", "1111-1", "b")]),  # one machine that plays two nodes
         ([0, 1], [("same", "1111-1", "job-a"), ("same", "2222-2", "job-b")]),  # machines of one name
-        ([0, 0, 1, 1], [("a", None, "a"), ("a", None, "a"), ("a", None, "b"), ("a", None, "b")]),
     ],
 )
 def test_what_is_one_node_is_not_refused(

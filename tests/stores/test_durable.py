@@ -11,16 +11,10 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint.format.digest import digest_block
-from ml_flashpoint.format.errors import (
-    DamagedError,
-    InvalidArgumentError,
-    ManifestError,
-    ObjectNotFoundError,
-    SaveError,
-)
+from ml_flashpoint.format.errors import DamagedError, ManifestError, ObjectNotFoundError, SaveError
 from ml_flashpoint.format.manifest import JOB_LABEL, MAX_RECORD_BYTES, Manifest, ObjectRecord, encode, encode_record
 from ml_flashpoint.format.names import SaveId, manifest_name, object_name
-from ml_flashpoint.stores.durable import MARKER, DurableVersions, folder_of, save_of, version_of
+from ml_flashpoint.stores.durable import MARKER, DurableVersions, folder_of, save_of
 from ml_flashpoint.stores.files import Directory, Files
 from ml_flashpoint.stores.version_store import Version
 
@@ -78,6 +72,9 @@ def test_a_part_that_is_there_is_not_written_again(store: DurableVersions) -> No
     def never() -> Iterator[bytes]:
         raise AssertionError
 
+    with pytest.raises(SaveError, match="5 bytes"):
+        store.write_part(part(3), lambda: [b"hello"])
+    assert store.ranks_there(SaveId(7, 3)) == set(), "content of another length makes no part"
     assert store.write_part(part(3), content)
     assert not store.write_part(part(3), never)
     for damaged in (b"short", b"hallo\0\0\0"):
@@ -88,19 +85,7 @@ def test_a_part_that_is_there_is_not_written_again(store: DurableVersions) -> No
         assert not store.write_part(part(3), never)
 
 
-def test_content_of_another_length_makes_no_part(store: DurableVersions) -> None:
-    with pytest.raises(SaveError, match="5 bytes"):
-        store.write_part(part(3), lambda: [b"hello"])
-    assert store.ranks_there(SaveId(7, 3)) == set()
-
-
-def test_the_newest_is_that_of_the_latest_save(store: DurableVersions) -> None:
-    persist(store, 9)
-    persist(store, 4, LATER)
-    assert [version.step for version in counting(store)] == [4, 9]
-
-
-def test_runs_and_steps_are_compared_as_numbers(store: DurableVersions) -> None:
+def test_the_newest_is_that_of_the_latest_run_and_of_it_the_highest_step(store: DurableVersions) -> None:
     order = [(9, RUN), (10, RUN), (100, LATER), (1, "100000000")]
     for step, run in order:
         persist(store, step, run)
@@ -157,17 +142,12 @@ def test_what_is_no_run_of_ours_is_let_alone(store: DurableVersions) -> None:
     "fields",
     [
         {"step": 4},
-        {"step": True},
         {"step": "../3"},
-        {"step": -1},
         {"save_id": LATER},
         {"save_id": "../../etc"},
-        {"save_id": 7},
-        {"world_size": 0},
         {"world_size": 2**30},
-        {"world_size": "2"},
         {"job": 7},
-        {"job": None},
+        {"save_id": "000000007"},
     ],
 )
 def test_markers_are_distrusted(store: DurableVersions, fields: dict[str, object]) -> None:
@@ -241,9 +221,3 @@ def test_links_are_not_followed(root: Path, what: str) -> None:
     assert victim.exists()
     if victim.is_dir():
         shutil.rmtree(victim)
-
-
-def test_save_ids_of_no_training_job_are_refused(store: DurableVersions) -> None:
-    for wrong in ("", "plain", "../..-0", f"{RUN}/x-1", "1700000000000-0000000a-1", "7", "000000007"):
-        with pytest.raises(InvalidArgumentError):
-            version_of({"step": 1, "save_id": wrong, "world_size": 1})

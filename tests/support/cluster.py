@@ -347,6 +347,10 @@ class Cluster:
         shown = [f"--- {name} ---\n{text[-_SHOWN_CHARACTERS:]}" for name, text in texts.items()]
         return ClusterError("\n".join([message, *shown]))
 
+    def processes(self) -> list[psutil.Process]:
+        """All that runs on all nodes, whatever it was started by."""
+        return marked_processes(**{_MARK: self._mark})
+
     # -- killing ---------------------------------------------------------------------------------------------
 
     def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> int:
@@ -394,7 +398,7 @@ class Cluster:
         agents = {process.pid for _, rank, process in self._started if rank is None}
         ranks = {process.pid for _, rank, process in self._started if rank is not None}
         parents = agents | warm.pids()
-        for process in marked_processes(**{_MARK: self._mark}):
+        for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.pid in ranks or (process.pid not in agents and process.ppid() in parents):
                     process.send_signal(signal.SIGABRT)

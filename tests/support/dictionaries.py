@@ -78,10 +78,9 @@ def kill_manager(dictionary: DDict, manager: int, *, lose_node: bool = False) ->
 
 def wait_until_ready(runtime: EmbeddedRuntime, manager: int, *, other_than: int = 0) -> int:
     """The process of a manager, once one serves that is not a former one, or the manager stays down."""
-    supervised = runtime._managers[manager]
-    await_that(lambda: supervised.ready_pid not in (None, other_than) or bool(supervised.down))
-    ready = supervised.ready_pid
-    assert ready is not None, f"manager {manager} stays down: {supervised.down}"
+    await_that(lambda: runtime.ready.get(manager) not in (None, other_than) or manager in runtime.down)
+    ready = runtime.ready.get(manager)
+    assert ready is not None, f"manager {manager} stays down: {runtime.down}"
     return ready
 
 
@@ -125,17 +124,11 @@ def await_copies(dictionary: DDict, checkpoint_id: int) -> None:
         return
     base, nodes = Path(dictionary._configuration.base), dictionary._configuration.options.nodes
     assert dictionary._coordinator is not None
-    cut = dictionary._coordinator.rules.cut_of(checkpoint_id)
+    rules = dictionary._coordinator.rules
 
     def has_copy(of: int) -> bool:
-        version = base / f"node-{nodes[(of + 1) % len(nodes)]}" / f"step-{cut}_ckpt"
-        return any(map(_is_snapshot, version.glob(f"rank-{of:05d}-*.manifest")))  # snapshots come last
+        part = next(part for part in rules.sealed_by(of) if part.checkpoint_id == checkpoint_id)
+        version = base / f"node-{nodes[(of + 1) % len(nodes)]}" / f"step-{part.step}_ckpt"
+        return (version / f"rank-{of:05d}-{part.run:08d}.manifest").exists()
 
     await_that(lambda: all(has_copy(manager) for manager in range(len(nodes))))
-
-
-def _is_snapshot(manifest: Path) -> bool:
-    try:
-        return b'{"format"' in manifest.with_suffix(".safetensors").read_bytes()[: 1 << 12]
-    except FileNotFoundError:
-        return False

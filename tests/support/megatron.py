@@ -27,6 +27,7 @@ from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronL
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
 from tests.support import dcp
+from tests.support.megatron_states import Layout, assert_same_state, plain, sharded_state
 
 # megatron-core's `torch_dist` uses names of DCP that torch means to rename.
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -79,6 +80,18 @@ class Door(dcp.Door):
 def load_from(folder: str, template: dict[str, Any], strategy: Any, **options: Any) -> Any:
     """`dist_checkpointing.load`, in the form that all releases of megatron-core take."""
     return dist_checkpointing.load(template, folder, strategy, **options)
+
+
+def expected(layout: Layout, step: int, **options: Any) -> Any:
+    """What a load of `sharded_state` comes to."""
+    return plain(sharded_state(layout, step, **options))
+
+
+def check_load(door: Door, layout: Layout, step: int, saved_by: Layout | None = None, **options: Any) -> None:
+    """What is recovered is what was saved, bit for bit."""
+    same = saved_by is None or saved_by == layout
+    template = sharded_state(layout, 0, blank=True, own_objects=same)
+    assert_same_state(door.load_megatron(template, step, **options), expected(layout, step, own_objects=same))
 
 
 class TorchDist:

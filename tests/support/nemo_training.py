@@ -28,7 +28,6 @@ from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpoin
 from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint
 from tests.support.forked import wait_until
 from tests.support.state_digest import digest
-from tests.support.witness import Witness
 from tests.support.worker import base_path, rank, report, world_size
 
 LENGTH, MICRO_BATCH, MICRO_BATCHES = 16, 2, 2
@@ -50,7 +49,6 @@ KINDS = {
     "plain": Kind(distributed=False),
     "distributed": Kind(),
     # Of two ranks each has 3 × 4 bytes / 2 of each of 2 × 2 × 512 × 23,000 parameters and more: 270 MiB.
-    "watched": Kind(steps=8, every=1, long_term_every=100),
     "real": Kind(hidden=512, ffn=23_000, steps=3, every=1, long_term_every=100),
 }
 
@@ -148,33 +146,6 @@ class KillAt(Callback):  # type: ignore[misc]
             wait_until(lambda: not persister.is_busy, "it is idle")
 
 
-class Meddler(Callback):  # type: ignore[misc]
-    """Tells, after each step, whether the version of the one before is what was to be saved, bit for bit; and changes a
-    parameter, once, and tells nobody.
-
-    Args:
-        at: after the save of this step.
-    """
-
-    def __init__(self, witness: Witness, at: int) -> None:
-        self._witness, self._at = witness, at
-
-    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self._at:
-            with torch.no_grad():
-                next(trainer.strategy.megatron_parallel.parameters()).add_(1)
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        io = flashpoint_io_of(trainer)
-        assert io is not None
-        assert io.engine.wait(60)
-        if trainer.global_step > 1:
-            report(checked=trainer.global_step - 1, equal=self._witness.latest_is_in(base_path()))
-
-    def on_train_end(self, *args: Any) -> None:
-        report(late=self._witness.late)
-
-
 def train(
     name: str,
     folder: Path,
@@ -182,7 +153,6 @@ def train(
     ours: bool,
     kill_at: int = -1,
     persist: str | None = None,
-    meddler: Meddler | None = None,
 ) -> dict[str, Any]:
     """Train, and tell what came of it."""
     kind = KINDS[name]
@@ -207,14 +177,12 @@ def train(
         lr_scheduler=nl.lr_scheduler.CosineAnnealingScheduler(warmup_steps=3, constant_steps=0, min_lr=1e-3),
     )
     tally = Tally()
-    callbacks: list[Callback] = [tally, KillAt(kill_at), *([] if meddler is None else [meddler])]
+    callbacks: list[Callback] = [tally, KillAt(kill_at)]
     if ours:
         # In front, from where it has to move behind the others.
         callbacks.insert(
             0,
-            MLFlashpointCheckpointCallback(
-                base_path(), kind.every, skip_every_n_steps=kind.long_term_every, overlap=meddler is not None
-            ),
+            MLFlashpointCheckpointCallback(base_path(), kind.every, skip_every_n_steps=kind.long_term_every),
         )
     trainer = nl.Trainer(
         accelerator="cpu",

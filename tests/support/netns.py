@@ -6,6 +6,7 @@ Owns the namespaces and the link between them; what runs in them is the test's.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import subprocess
@@ -66,3 +67,10 @@ def two_namespaces() -> Iterator[tuple[Side, Side]]:
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=_TIMEOUT_S)
+
+
+def enter(namespace: str) -> None:
+    """Have this thread, and those that it starts, in a namespace."""
+    with open(f"/var/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "cannot enter the namespace")

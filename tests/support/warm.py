@@ -63,12 +63,19 @@ HUGGING_FACE = (
     "ml_flashpoint.adapter.transformers",
 )
 TITAN = ("tests.support.titan",)
-MEGATRON = ("tests.support.megatron", "tests.support.megatron_gpt", "tests.support.megatron_save_cases")
-NEMO = ("nemo.lightning", "nemo.collections.llm", "tests.support.megatron", "ml_flashpoint.adapter.nemo")
+MEGATRON = ("tests.support.eager", "tests.support.megatron", "tests.support.megatron_gpt")
+NEMO = (
+    "tests.support.eager",
+    "nemo.lightning",
+    "nemo.collections.llm",
+    "tests.support.megatron",
+    "ml_flashpoint.adapter.nemo",
+)
 # Read when the interpreter starts, or a library is loaded: such processes have a template of their own.
 _AT_IMPORT = re.compile(
     r"(PYTHON|OMP_|MKL_|OPENBLAS_|LD_|MALLOC_|GLIBC_|KMP_|TORCH_(LOGS|CPP|SHOW|TRACE)|TORCHINDUCTOR_|CUDA_|NEMO_|HF_)"
 )
+_LAUNCHERS = ("torch.distributed.run", "accelerate.commands.launch")
 _MESSAGE_BYTES = 1 << 20
 _MARK_NAME = "mlf-test-environment"
 _MARK_DESCRIPTOR = 700
@@ -416,7 +423,7 @@ def _become(request: dict[str, Any], line: socket.socket, address: str, streams:
     os.close(own)
     line.close()
     _have_secrets_of_ones_own()
-    if request["argv"][1:3] == ["-m", "torch.distributed.run"]:
+    if request["argv"][1] == "-m" and request["argv"][2] in _LAUNCHERS:
         _start_ranks_warm(address)
 
 

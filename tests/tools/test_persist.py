@@ -16,7 +16,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from ml_flashpoint.format.digest import digest_block
+from ml_flashpoint.format.digest import digest_blocks
 from ml_flashpoint.format.errors import (
     DamagedError,
     DeadlineError,
@@ -57,8 +57,7 @@ def content(rank: int, number: int) -> bytes:
 def commit(base: Path, rank: int, step: int, *, world_size: int = 4) -> Path:
     """A part as a job leaves it; returns its object."""
     data = content(rank, step)
-    digests = tuple(digest_block(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
-    record = ObjectRecord(len(data), len(data) + 100, digests, BLOCK)
+    record = ObjectRecord(len(data), len(data) + 100, digest_blocks(data, block_size=BLOCK), BLOCK)
     folder = base / f"step-{step}_ckpt"
     folder.mkdir(parents=True, exist_ok=True)
     manifest = Manifest(SaveId(int(RUN), step), rank, world_size, f"node-{base.name}", record)
@@ -231,35 +230,13 @@ def test_it_goes_on_where_it_was_interrupted(
     assert stored(store) == {7: expected(7)}
 
 
-def test_one_part_that_cannot_be_written_stops_the_others(
-    bases: list[Path], url: str, store: DurableVersions, monkeypatch: pytest.MonkeyPatch
+def test_what_another_job_persists_is_not_replaced(
+    bases: list[Path], url: str, store: DurableVersions, memory: str
 ) -> None:
-    monkeypatch.setattr("ml_flashpoint.stores.version_store.PIECE_BYTES", BLOCK)
-    commit_all(bases, 7, {0: [0, 1, 2, 3]})
-    calls = []
-
-    def interrupted(done: int, total: int) -> None:
-        calls.append(done)
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        persist_version(bases[0], url, progress=interrupted)
-    assert len(calls) == 1
-    assert store.ranks_there(SaveId(7, 7)) == set()
-
-
-def test_not_while_somebody_else_persists_there(bases: list[Path], url: str, store: DurableVersions) -> None:
-    commit_all(bases, 7, {0: [0, 1, 2, 3]})
+    commit_all(bases, 7, {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]})
     with store.owned(), pytest.raises(JobInUseError, match="a job persists at this URL"):
         persist_version(bases[0], url)
-    persist_version(bases[0], url)
-    assert stored(store) == {7: expected(7)}
-
-
-def test_what_another_job_has_persisted_is_not_replaced(bases: list[Path], memory: str) -> None:
-    """Without locks, two jobs that were given one URL."""
-    commit_all(bases, 7, {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]})
-    persist_version(bases[0], memory)
+    persist_version(bases[0], memory)  # which has no locks
     with pytest.raises(JobInUseError, match="of another job"):
         persist_version(bases[1], memory)
     assert stored(open_durable(memory)) == {7: expected(7)}
@@ -322,15 +299,14 @@ def test_no_process_waits_for_a_store_that_hangs(bases: list[Path], url: str) ->
     assert "nothing has happened for 1 s" in done.stderr
 
 
-@pytest.mark.slow
 def test_what_is_slow_does_not_hang() -> None:
     def slowly(moved: Callable[[], None]) -> str:
-        for _ in range(60):
+        for _ in range(24):
             time.sleep(0.05)
             moved()
         return "done"
 
-    assert while_it_moves(slowly, 2.0, "somewhere") == "done"
+    assert while_it_moves(slowly, 1.0, "somewhere") == "done"
 
 
 def test_of_a_running_job_the_newest_is_taken(

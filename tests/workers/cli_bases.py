@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ml_flashpoint.format.digest import digest_block
+from ml_flashpoint.format.digest import digest_blocks
 from ml_flashpoint.format.errors import JobInUseError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.format.names import SaveId, object_name
@@ -46,18 +46,25 @@ class Part:
         return object_name(self.rank, self.save_id)
 
 
+def content_of(part: Part) -> bytes:
+    """The whole file of a part: its bytes, then zeros."""
+    data = bytes((part.rank + part.step + i) % 251 for i in range(part.size))
+    return data.ljust(round_up(max(1, part.size), PAGE), b"\0")
+
+
+def manifest_of(part: Part) -> Manifest:
+    content = content_of(part)
+    digests = digest_blocks(content[: part.size], block_size=BLOCK)
+    record = ObjectRecord(part.size, len(content), digests, BLOCK)
+    return Manifest(SaveId(part.run, part.step), part.rank, part.world_size, f"node-{part.rank // 2}", record)
+
+
 def commit(container: BaseContainer, part: Part) -> None:
-    content = bytes((part.rank + part.step + i) % 251 for i in range(part.size)).ljust(
-        round_up(max(1, part.size), PAGE), b"\0"
-    )
-    blocks = [content[begin : min(begin + BLOCK, part.size)] for begin in range(0, part.size, BLOCK)]
-    record = ObjectRecord(part.size, len(content), tuple(map(digest_block, blocks)), BLOCK)
-    node = f"node-{part.rank // 2}"
-    owner = Owner(part.world_size, part.rank)
+    owner, content = Owner(part.world_size, part.rank), content_of(part)
     path = container.slot_folder(owner) / str(len(container.slot_paths(owner)))
     slot = Slot.make(path, len(content))
     slot.buffer[:] = content
-    container.commit(slot, Manifest(SaveId(part.run, part.step), part.rank, part.world_size, node, record))
+    container.commit(slot, manifest_of(part))
     slot.close()
 
 

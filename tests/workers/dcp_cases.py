@@ -32,7 +32,6 @@ from tests.support.tensors import assert_same, blank
 from tests.support.worker import base_path, leave, rank, world_size
 
 CASES: dict[str, Callable[[Door, str], None]] = {}
-MIB = 1 << 20
 
 
 def case(function: Callable[[Door, str], None]) -> Callable[[Door, str], None]:
@@ -72,47 +71,27 @@ def sharded(door: Door, mode: str) -> None:
         assert_same(door.load(blank(full_state(0)), step), full_state(step))
 
 
-def _train(door: Door, mode: str, kind: str, planner: Callable[[], Any] = DefaultSavePlanner) -> None:
-    training = Training(kind)
-    for step in (1, 2, 3):
-        training.step(step)
-        door.save_by(mode, training.state() | {"step": step}, step, planner=planner())
-        expected = training.whole()
-        other = Training(kind, seed=9)
+@case
+def trained(door: Door, mode: str) -> None:
+    """Replicated, and sharded in every way that this many ranks allow: what is loaded goes on as what was saved."""
+    for kind in ("ddp", "fsdp", "hsdp", "tp", *(["fsdp+tp"] if world_size() == 4 else [])):
+        of_kind = Door(door.base / kind)
+        training, other = Training(kind), Training(kind, seed=9)
         other.step(99)
-        state = other.state() | {"step": 0}
-        door.load(state, step)
-        other.load(state)
-        assert state["step"] == step
-        check(other.whole(), expected)
-    training.step(4)
-    other.step(4)
-    check(other.whole(), training.whole())
-
-
-@case
-def ddp(door: Door, mode: str) -> None:
-    _train(door, mode, "ddp")
-
-
-@case
-def fsdp(door: Door, mode: str) -> None:
-    _train(door, mode, "fsdp")
-
-
-@case
-def hsdp(door: Door, mode: str) -> None:
-    _train(door, mode, "hsdp")
-
-
-@case
-def tensor_parallel(door: Door, mode: str) -> None:
-    _train(door, mode, "tp")
-
-
-@case
-def fsdp_and_tensor_parallel(door: Door, mode: str) -> None:
-    _train(door, mode, "fsdp+tp")
+        for step in (1, 2, 3):
+            training.step(step)
+            of_kind.save_by(mode, training.state() | {"step": step}, step)
+            expected = training.whole()
+            state = other.state() | {"step": 0}
+            of_kind.load(state, step)
+            other.load(state)
+            assert state["step"] == step
+            check(other.whole(), expected)
+        training.step(4)
+        other.step(4)
+        check(other.whole(), training.whole())
+        dist.barrier()
+        of_kind.close()
 
 
 @case
@@ -202,6 +181,7 @@ def others_are_not_staged(door: Door, mode: str) -> None:
     gaps = sum(end - begin for begin, end in _header(door, 5).layout.gaps)
     assert gaps < 1024, gaps
     assert max(used.values()) < 1.1 * whole / world_size() + 65536, used
+    assert len(door.slot_bytes(rank())) <= 4
     assert min(door.slot_bytes(rank())) < 1.1 * whole / world_size() + 65536, door.slot_bytes(rank())
 
 
@@ -210,7 +190,7 @@ def a_rank_changes_its_structure(door: Door, mode: str) -> None:
     """Which can change what all the others have to write. At most the save in which it happens may be lost."""
     failed: list[int] = []
     mesh = _mesh()
-    for step in range(1, 25):
+    for step in range(1, 17):
         extra: dict[str, Any] = {}
         if rank() == step // 4 % world_size() and step >= 4:
             extra = {f"only_here_{i}": numbered(step, 40 * (i + 1), 10) for i in range(step // 4)}
@@ -235,32 +215,8 @@ def a_rank_changes_its_structure(door: Door, mode: str) -> None:
         dist.barrier()
     assert not any(later - earlier == 1 for earlier, later in itertools.pairwise(failed)), failed
     assert not failed or mode != "sync"
-    assert len(failed) <= 6, failed
+    assert len(failed) <= 4, failed
     assert _total(len(failed)) == len(failed) * world_size()
-
-
-@case
-def all_ranks_change_their_structure(door: Door, mode: str) -> None:
-    for step in range(1, 13):
-        state = plain_state(step) | {f"more{i}": numbered(step, 30, i + 1) for i in range(step % 4)}
-        if step % 3 == 0:
-            state["weight"] = numbered(step, 30, 40)
-        door.save_by(mode, state, step)
-        assert_same(door.load(blank(state), step), state)
-
-
-@case
-def memory_stays_at_four_versions(door: Door, mode: str) -> None:
-    state = {f"w{i}": torch.full((256, 1024), float(rank())) for i in range(8)}
-    state |= {f"rank{rank()}_{i}": torch.full((256, 1024), float(i)) for i in range(8)}
-    for step in range(1, 11):
-        door.save_by(mode, state, step)
-    dist.barrier()
-    slots, share = door.slot_bytes(rank()), _total(_tensor_bytes(door, 10)) / world_size()
-    assert len(slots) <= 4
-    # Of the first save, all is staged: nobody knows yet what others write.
-    assert sum(slots) < 4 * 16 * 1.1 * (1 << 20), (slots, share)
-    assert min(slots) < share * 1.1 + 65536, (slots, share)
 
 
 # -- failures ----------------------------------------------------------------------------------------------------
@@ -347,58 +303,26 @@ def changes_after_async_save(door: Door, mode: str) -> None:
         check(door.load(blank(sharded_state(0, mesh)), step), full_state(step))
 
 
-@case
-def everything_in_turn(door: Door, mode: str) -> None:
-    """All ways of saving through one writer."""
-    mesh = _mesh()
-    for step in range(1, 10):
-        way = ("sync", "thread", "process")[(step + (0 if mode == "sync" else 1)) % 3]
-        door.save_by(way, sharded_state(step, mesh), step, planner=caching_planner(step > 5))
-        check(door.load(blank(sharded_state(0, mesh)), step), full_state(step))
-
-
 # -- other world sizes -------------------------------------------------------------------------------------------
 
 
 def save_for_others(root: Path) -> None:
-    """Saves what `load_from_others` loads, and leaves it."""
-    door = Door(root / "sharded")
+    """Save what `load_from_others` loads, and leave it."""
+    door = Door(root)
     for step in (1, 2):
         door.save(sharded_state(step, _mesh()), step)
-    door.settle()
-    dist.barrier()
-    door.close()
-    door = Door(root / "trained")
-    training = Training("fsdp")
-    training.step(1)
-    door.save(training.state(), 1)
-    if rank() == 0:
-        torch.save(training.whole(), root.parent.parent / "expected.pt")
-    else:
-        training.whole()
     door.settle()
     dist.barrier()
     door.close()
 
 
 def load_from_others(root: Path) -> None:
-    door = Door(root / "sharded")
+    door = Door(root)
     mesh = _mesh()
     check(door.load(blank(sharded_state(0, mesh)), 2), full_state(2))
     assert_same(door.load(blank(full_state(0)), 2), full_state(2))
     door.save(sharded_state(3, mesh), 3)
     assert_same(door.load(blank(full_state(0)), 3), full_state(3))
-    door.close()
-    door = Door(root / "trained")
-    expected = torch.load(root.parent.parent / "expected.pt")
-    training = Training("fsdp", seed=9)
-    training.step(99)
-    state = training.state()
-    door.load(state, 1)
-    training.load(state)
-    check(training.whole(), expected)
-    whole = {"model": blank(expected["model"])}
-    assert_same(door.load(whole, 1), {"model": expected["model"]})
     door.close()
 
 

@@ -66,13 +66,6 @@ def hang(folder: str, deaf: bool = False, barrier: Barrier | None = None) -> Non
     threading.Event().wait()
 
 
-def fail_after_signal(folder: str) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    note(folder, os.getpid())
-    signal.sigwait([signal.SIGUSR1])
-    sys.exit(3)
-
-
 def take_blocked_signal() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     os.kill(os.getpid(), signal.SIGUSR1)  # any thread may take it that has not blocked it

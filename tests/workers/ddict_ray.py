@@ -59,9 +59,9 @@ class Report:
     longest_s: float = 0.0
 
 
-def write_epochs(d: DDict, rank: int, writers: int, most: int | None = None) -> Report:
-    """Write a value an epoch, until there is a key ``stop`` or so many epochs are written."""
-    return _Writer(d, rank).run(writers, most)
+def write_epochs(d: DDict, rank: int, writers: int) -> Report:
+    """Write a value an epoch, until there is a key ``stop``."""
+    return _Writer(d, rank).run(writers)
 
 
 class _Writer:
@@ -70,7 +70,7 @@ class _Writer:
         self._rank = rank
         self._report = Report()
 
-    def run(self, writers: int, most: int | None) -> Report:
+    def run(self, writers: int) -> Report:
         d, report = self._d, self._report
         d[self._rank, 0] = value_of(self._rank, 0)
         d.pput(("ready", self._rank), True)
@@ -79,7 +79,7 @@ class _Writer:
         while True:
             epoch = report.written
             try:
-                if report.written == most if most is not None else self._done(lambda: "stop" in d):
+                if self._done(lambda: "stop" in d):
                     break
                 self._done(lambda epoch=epoch: self._write(epoch))
                 report.written = self._done(d.checkpoint)
@@ -130,7 +130,7 @@ def part_of(rank: int, epoch: int) -> torch.Tensor:
 
 def write_parts(d: DDict, rank: int, writers: int) -> Report:
     """Write one of several large values at each epoch, in turn, until there is a key ``stop``."""
-    return _PartsWriter(d, rank).run(writers, None)
+    return _PartsWriter(d, rank).run(writers)
 
 
 class _PartsWriter(_Writer):

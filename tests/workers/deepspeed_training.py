@@ -166,13 +166,17 @@ def train(report: Report, rank: int, kind: str, told: Path, life: int, hold: int
 
         def stepped(loss: float) -> int:
             step = fp.step()
-            tell(micro=engine.micro_steps, loss=loss, copied=fp.last_replicated)
+            copied = fp.last_replicated
+            tell(micro=engine.micro_steps, loss=loss, copied=copied)
             report("step", step)
+            if copied is not None:
+                report("copied", copied)
             return step
 
         loop(engine, fp.batches, stepped, min(hold, steps))
         if hold < steps:
-            report("holds")
+            assert fp.wait()
+            report("copied", fp.last_replicated)
             report.listen()  # type: ignore[attr-defined]
         assert fp.wait()
     return state_of(engine)

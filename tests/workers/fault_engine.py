@@ -7,7 +7,6 @@ load can tell bytes of one save from those of any other. Functions here run in c
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -15,22 +14,16 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
-from ml_flashpoint import Checkpointer, Config, Flashpoint, events
+from ml_flashpoint import Checkpointer, Config
 from ml_flashpoint.engine.save import Save
-from ml_flashpoint.format.digest import digest_block
-from ml_flashpoint.format.errors import FlashpointError, NothingLoadableError
 from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
-from tests.support.bare_trainer import bare_trainer
 from tests.support.forked import Report
 
 SIZES = {"tiny": (0, 1, 7, 300), "small": (5, 4096, 70_000), "mid": (3 << 20, 17 << 20, 40_000, 12 << 20)}
@@ -91,15 +84,6 @@ class Rank:
         if found is None:
             return None
         return self.check(size, found)
-
-    def load_if_any(self, size: str) -> tuple[int, int] | None:
-        """The same for tests of what is left after any loss: None also if there are versions and none can be loaded,
-        which is an error for whoever would start from nothing then."""
-        try:
-            return self.load(size)
-        except NothingLoadableError as error:
-            print(error, file=sys.stderr)
-            return None
 
     def check(self, size: str, version: CheckpointContainerId) -> tuple[int, int]:
         """Compare this rank's part; where fewer ranks saved it than there are now, one of theirs."""
@@ -179,27 +163,6 @@ def save_steps(report: Report, base: str, size: str, steps: list[int], life: int
     return changes()
 
 
-def save_for_ever(report: Report, base: str, size: str, first: int, life: int) -> None:
-    """Save one step after the other, after loading what there is."""
-    rank = Rank(base)
-    report("loaded", rank.load(size))
-    step = first
-    while True:
-        report("begins", step)
-        rank.save(size, step, life)
-        report("committed", step)
-        step += 1
-
-
-def load_for_ever(report: Report, base: str, size: str) -> None:
-    """Load and check the latest version again and again."""
-    while True:
-        rank = Rank(base)
-        report("loading")
-        report("loaded", rank.load(size))
-        rank.close()
-
-
 def load(report: Report, base: str, size: str) -> tuple[int, int] | None:
     """Load and check the latest version."""
     rank = Rank(base)
@@ -208,12 +171,26 @@ def load(report: Report, base: str, size: str) -> tuple[int, int] | None:
     return found
 
 
-def digests(data: bytes, block_size: int) -> tuple[str, ...]:
-    """The digests that an object of these bytes must have."""
-    return tuple(digest_block(data[at : at + block_size]) for at in range(0, len(data), block_size))
+def go_on(report: Report, base: str, size: str, steps: list[int], life: int) -> list[tuple[int, int] | None]:
+    """Load, save these steps, and load again: what was found before and after."""
+    rank = Rank(base)
+    found = rank.load(size)
+    for step in steps:
+        rank.save(size, step, life)
+    rank.close()
+    return [found, load(report, base, size)]
 
 
 # ---- damage -------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, at: int, mask: int) -> None:
+    """Change bits of one byte of a file."""
+    with open(path, "r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)[0]
+        stream.seek(at)
+        stream.write(bytes([byte ^ mask]))
 
 
 class Snapshot:
@@ -270,11 +247,7 @@ def load_damaged(
     logging.getLogger().addHandler(messages)
     for kind, place, mask in damages:
         if kind == "flip":
-            with open(path, "r+b") as stream:
-                stream.seek(place)
-                byte = stream.read(1)[0]
-                stream.seek(place)
-                stream.write(bytes([byte ^ mask]))
+            flip(path, place, mask)
         else:
             os.truncate(path, place)
         messages.texts.clear()
@@ -287,159 +260,6 @@ def load_damaged(
     return results
 
 
-# ---- a full filesystem --------------------------------------------------------------------------------------
-
-
-def fill(path: Path, leave: int) -> None:
-    """Take all the room of a filesystem but ``leave`` bytes."""
-    path.unlink(missing_ok=True)
-    with open(path, "wb") as stream:
-        while True:
-            stats = os.statvfs(path)
-            take = stats.f_bavail * stats.f_frsize - leave
-            with contextlib.suppress(OSError):  # the thread that writes the status was faster
-                if take > 0:
-                    os.posix_fallocate(stream.fileno(), 0, take)
-                return
-
-
-def save_while_full(report: Report, base: str, leaves: list[int], growing: bool) -> list[tuple[str, float]]:
-    """Save one step for each entry, with so many bytes free on the filesystem, and load after each.
-
-    Args:
-        growing: the state gets larger with each save; else it stays the same.
-
-    Returns:
-        ``ok`` or the error, and the seconds that the save took, of each.
-    """
-    rank = Rank(base)
-    filler = Path(base).parent / "filler"
-    results = []
-    newest = 0
-    Path(base).mkdir(exist_ok=True)
-    for step, leave in enumerate(leaves, 1):
-        fill(filler, leave)
-        SIZES["growing"] = (70_000 + (step * 40_000 if growing else 0), 30_000)
-        began = time.monotonic()
-        try:
-            rank.save("growing", step, 0)
-            said = "ok"
-        except FlashpointError as error:
-            said = type(error).__name__
-            filler.unlink()
-            # With the room back, what is there must still load, bit for bit.
-            if newest:
-                loaded_size = 70_000 + (newest * 40_000 if growing else 0)
-                SIZES["growing"] = (loaded_size, 30_000)
-                found = rank.checkpointer.latest()
-                if found is None or found.step != newest:
-                    raise AssertionError(f"{found} instead of step {newest}") from error
-                rank.check("growing", found)
-        else:
-            newest = step
-        results.append((said, time.monotonic() - began))
-    rank.close()
-    return results
-
-
-def save_again_while_full(report: Report, base: str, door: str) -> tuple[list[bool], list[int]]:
-    """Save a step again, which begins a new run, while no page is free; then save the next one with room.
-
-    Returns:
-        For each save, True if it worked; and the steps of the versions that are there then.
-    """
-    filler, weights, counter = Path(base).parent / "filler", torch.nn.Linear(8, 8), _Counter()
-    if door == "dcp":
-        jobs: Any = Checkpointer(base)
-    elif door == "flashpoint":
-        jobs = Flashpoint(base, deadline_s=60)
-        jobs.track(weights=weights, counter=counter).resume()
-    else:
-        from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
-
-        jobs = TrainerFlashpoint(base, sharded=False, config=Config(deadline_s=60))
-        jobs.attach(bare_trainer(lambda: made))
-        jobs.find(None, may_fall_back=False)
-    made: dict[str, Any] = {}
-
-    def save(step: int) -> bool:
-        if door == "dcp":
-            try:
-                dcp.save(weights.state_dict(), checkpoint_id=jobs.id(step), storage_writer=jobs.writer())
-            except CheckpointException:
-                return False
-            return True
-        unreadable = {} if counter.is_readable else {"callbacks": lambda: None}
-        made.clear()
-        made.update({"state_dict": weights.state_dict(), "optimizer_states": [], **unreadable})
-        jobs.save(step)
-        return bool(jobs.wait() and jobs.last_saved == step)
-
-    results = [save(1)]
-    counter.is_readable = False
-    save(2)
-    counter.is_readable = True
-    jobs.wait()  # for what the board has to tell
-    assert events.flush()  # the file that shows the status is written by then, and leaves no page later
-    fill(filler, 0)
-    results.append(save(2))
-    filler.unlink()
-    results.append(save(3))
-    return results, [version.step for version in jobs.versions()]
-
-
-class _Counter:
-    is_readable = True
-
-    def state_dict(self) -> dict[str, int]:
-        if not self.is_readable:
-            raise ValueError("not now")
-        return {}
-
-    def load_state_dict(self, state: dict[str, int]) -> None: ...
-
-
 def base_here() -> str:
     """The base container of this rank's node."""
     return os.environ["FLASHPOINT_TEST_BASE"]
-
-
-# ---- leftovers ----------------------------------------------------------------------------------------------
-
-
-def hold(report: Report, base: str) -> None:
-    """Open the base container and stay, until told to go."""
-    rank = Rank(base)
-    report("open")
-    report.listen()
-    rank.close()
-
-
-def open_base(report: Report, base: str) -> str:
-    """Open the base container; the error if it cannot be."""
-    try:
-        Rank(base).close()
-    except FlashpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return "open"
-
-
-def discard_and_load(report: Report, base: str, size: str) -> list[tuple[int, int] | None]:
-    """Load one version after the other, discarding each."""
-    rank = Rank(base)
-    found = []
-    while True:
-        version = rank.checkpointer.newest()
-        found.append(rank.check(size, version) if version is not None else None)
-        if version is None:
-            rank.close()
-            return found
-        rank.checkpointer.discard(version)
-
-
-def load_and_save(report: Report, base: str, size: str, step: int) -> None:
-    """Load, then save one step, and be gone before it is verified."""
-    rank = Rank(base)
-    rank.load(size)
-    rank.save(size, step, 0)
-    rank.close()

@@ -1,32 +1,43 @@
-"""What the ranks of a team do while some of them are killed, or meet peers that speak nonsense."""
+"""What the ranks of a team do while some of them are killed, hang, or have gone; for `tests.support.forked.Team`."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.format.errors import NothingLoadableError
 from tests.support.forked import Report
-from tests.workers.fault_engine import Rank, base_here, die_at
+from tests.workers.fault_engine import Rank, base_here
 
 
 def team_load(report: Report, rank: int, size: str) -> tuple[int, int] | None:
-    """Load and check the latest version, on all ranks."""
+    """Load and check the latest version, on all ranks. None also if there are versions and none can be loaded, which is
+    an error for whoever would start from nothing then."""
     engine = Rank(base_here(), replicate=True)
-    found = engine.load_if_any(size)
+    try:
+        found = engine.load(size)
+    except NothingLoadableError as error:
+        print(error)
+        found = None
     _train()  # as long as others may still read from here
     engine.close()
     return found
 
 
 def team_read_all(report: Report, rank: int) -> int | None:
-    """Find the latest version and read every part of it, as doors do that reshard; its step."""
-    engine = Rank(base_here(), replicate=True)
-    found = engine.checkpointer.latest()
+    """Find the latest version and read every part of it, as doors do that reshard; its step, or None as above."""
+    engine, found = Rank(base_here(), replicate=True), None
+    try:
+        found = engine.checkpointer.latest()
+    except NothingLoadableError as error:
+        print(error)
     if found is not None:
         with engine.checkpointer.open_version(found) as reader:
             for part in range(reader.world_size):
@@ -37,42 +48,20 @@ def team_read_all(report: Report, rank: int) -> int | None:
     return None if found is None else found.step
 
 
-def team_save(report: Report, rank: int, size: str, steps: list[int], life: int, die: int = 0) -> int:
-    """Save these steps, and wait for the copies; the number of changes to files."""
+def team_save(report: Report, rank: int, size: str, steps: list[int], life: int) -> None:
+    """Save these steps, and wait for the copies."""
     engine = Rank(base_here(), replicate=True)
-    changes = die_at(base_here(), die)
     for step in steps:
         _train()
-        report("begins", step)
         engine.save(size, step, life)
-        report("committed", step)
         if not engine.checkpointer.wait(30):
             raise AssertionError("the copies were not made in time")
-        report("verified", engine.checkpointer.status.verified or 0)
     engine.close()
-    return changes()
-
-
-def team_save_for_ever(report: Report, rank: int, size: str, first: int, life: int) -> None:
-    """Load, then save one step after the other, as fast as all ranks can."""
-    engine = Rank(base_here(), replicate=True)
-    report("loaded", engine.load_if_any(size))
-    step = first
-    while True:
-        _train()
-        report("begins", step)
-        engine.save(size, step, life)
-        report("committed", step)
-        report("verified", engine.checkpointer.status.verified or 0)
-        step += 1
 
 
 def _train() -> None:
     """What keeps ranks at the same step, as training does; fails when a rank is gone."""
     dist.all_reduce(torch.zeros(1))
-
-
-# ---- bad peers ----------------------------------------------------------------------------------------------
 
 
 def team_obey(report: Report, rank: int, size: str) -> None:
@@ -98,25 +87,20 @@ def team_obey(report: Report, rank: int, size: str) -> None:
     os._exit(0)
 
 
-def team_load_and_save(report: Report, rank: int, size: str, steps: list[int], life: int) -> tuple[int, int] | None:
-    """Load, save these steps, and wait until they are verified."""
-    engine = Rank(base_here(), replicate=True)
-    found = engine.load_if_any(size)
-    for step in steps:
-        _train()
-        engine.save(size, step, life)
-        if not engine.checkpointer.wait(30):
-            raise AssertionError("the copies were not made in time")
-    engine.close()
-    return found
-
-
-def team_load_and_commit(report: Report, rank: int, size: str, steps: list[int], life: int) -> None:
-    """Load, and save so that nothing gets verified: the other ranks are told other steps."""
-    engine = Rank(base_here(), replicate=True)
-    report("loaded", engine.load(size))
-    for step in steps:
-        engine.save(size, step + rank, life)
-    engine.checkpointer.wait(30)
-    report("committed")
-    threading.Event().wait()
+def saves_in_two_jobs(report: Report, rank: int, steps: int) -> list[tuple[int, int | None]]:
+    """Two façades in one process group; ranks call them in different orders."""
+    bases = [Path(base_here()).with_name(name) for name in ("one", "two")]
+    both = [Flashpoint(base, deadline_s=60, handle_sigterm=False) for base in bases]
+    for fp in both:
+        fp.track(model=nn.Linear(8, 8)).resume()
+    for step in range(1, steps + 1):
+        # At the first save of each, ranks wait for each other.
+        for fp in both if rank == 0 or step == 1 else reversed(both):
+            fp.save(step)
+    for fp in both:
+        assert fp.wait(60)
+    _train()
+    result = [(fp.health.failures, fp.last_replicated) for fp in both]
+    for fp in both:
+        fp.close()
+    return result

@@ -36,7 +36,7 @@ SAMPLES, EPOCHS, CONTEXT = 46, 2, 16
 def model_of(kind: str) -> Any:
     torch.manual_seed(1)
     model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=2))
-    if kind == "trainer-lora":
+    if "lora" in kind:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1))
@@ -101,8 +101,8 @@ def forget_accelerator() -> None:
 def by_accelerate(kind: str, base: Path, kills: list[int], seed: int) -> dict[str, Any]:
     forget_accelerator()
     seed_all(seed)  # another one in each life, as in a program that sets none
-    accumulates = 2 if kind == "accelerate-accumulates" else 1
-    config = DataLoaderConfiguration(use_seedable_sampler=kind == "accelerate-accumulates")
+    accumulates = 2 if "accumulates" in kind else 1
+    config = DataLoaderConfiguration(use_seedable_sampler=accumulates > 1)
     accelerator = Accelerator(gradient_accumulation_steps=accumulates, dataloader_config=config)
     workers = 2 if kind == "accelerate-workers" else 0
     loader: Any = torch.utils.data.DataLoader(
@@ -159,13 +159,13 @@ class Teller(TrainerCallback):  # type: ignore[misc]
 def by_trainer(kind: str, base: Path, kills: list[int], seed: int) -> dict[str, Any]:
     forget_accelerator()
     options: dict[str, Any] = {
-        "trainer-accumulates": {"gradient_accumulation_steps": 2, "eval_strategy": "epoch", "eval_steps": None},
+        "trainer-ddp-accumulates": {"gradient_accumulation_steps": 2, "eval_strategy": "epoch", "eval_steps": None},
         "trainer-workers": {
             "dataloader_num_workers": 2,
             "dataloader_persistent_workers": True,
             "accelerator_config": {"use_seedable_sampler": False},
         },
-        "trainer-stops": {"max_steps": 15},
+        "trainer-lora-stops": {"max_steps": 15},
         "trainer-fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}},
     }.get(kind, {})
     defaults = {

@@ -11,11 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ml_flashpoint import Flashpoint, Keep
-from ml_flashpoint.config import Config
-from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint import Flashpoint
 from ml_flashpoint.format.errors import FlashpointError
 from tests.support.forked import Report
 
@@ -57,64 +54,23 @@ def shown(versions: Sequence[Any]) -> list[Any]:
     return [(each.step, *(() if each.verified else ("unverified",))) for each in versions]
 
 
-def play(
-    report: Report,
-    rank: int,
-    script: Sequence[Command],
-    keep: int | Keep = 3,
-    count: int = 5000,
-    change: str = "raise",
-    persist: str | None = None,
-) -> list[Any]:
+def play(report: Report, rank: int, script: Sequence[Command], store: str | None = None) -> list[Any]:
     """Do what each line of a script says; returns what came of each that returns something."""
     said: list[Any] = []
-    state = State(count)
-    base = os.environ["FLASHPOINT_TEST_BASE"]
-    with Flashpoint(base, keep=keep, deadline_s=60, on_world_size_change=change, persist=persist) as fp:
+    state = State(5000)
+    with Flashpoint(os.environ["FLASHPOINT_TEST_BASE"], keep=3, deadline_s=60, persist=store) as fp:
         fp.track(state=state)
         for name, *arguments in script:
             try:
-                match name:
-                    case "resume":
-                        said.append((fp.resume(step=arguments[0] if arguments else None), state.checked()[1:]))
-                    case "save":  # steps, attempt
-                        for step in arguments[0]:
-                            state.set(rank, step, arguments[1])
-                            fp.save(step)
-                            fp.wait()
-                    case "versions":
-                        said.append(shown(fp.versions()))
-                    case "hang":
-                        report("hangs")
-                        report.listen()
-                    case _:
-                        raise AssertionError(name)
+                if name == "resume":
+                    said.append((fp.resume(step=arguments[0] if arguments else None), state.checked()[1:]))
+                elif name == "versions":
+                    said.append(shown(fp.versions()))
+                else:  # save: steps, attempt
+                    for step in arguments[0]:
+                        state.set(rank, step, arguments[1])
+                        fp.save(step)
+                        fp.wait()
             except FlashpointError as error:
                 said.append(f"{type(error).__name__}: {error.message}")
-    return said
-
-
-def play_engine(report: Report, rank: int, steps: Sequence[int], back: int) -> list[Any]:
-    """The same for whoever uses the engine itself: saves, goes back, restarts, and looks."""
-    said: list[Any] = []
-    for life in range(2):
-        config = Config(keep=Keep(newest=2, every_n_steps=4))
-        with Checkpointer(os.environ["FLASHPOINT_TEST_BASE"], config) as checkpointer:
-            if life == 0:
-                for step in steps:
-                    save = checkpointer.begin(step, explicit=True)
-                    save.fill([("values", content(rank, step, 0, 5000))])
-                    save.commit()
-                    assert checkpointer.wait(30)
-                said.append(shown(checkpointer.versions()))
-                version = checkpointer.go_back(back)
-            else:
-                version = checkpointer.latest()
-            assert version is not None
-            said.append(version.step)
-            with checkpointer.open_version(version) as reader:
-                values = reader.open(rank).tensor("values")
-                assert torch.equal(values, content(rank, version.step, 0, 5000))
-            if dist.is_initialized():
-                dist.barrier()
     return said

@@ -1,8 +1,8 @@
 """A Lightning training job that is killed and goes on, whose every step depends on all that a checkpoint brings back.
 
-Owns the job. Its lives are those that a torchrun agent gives it, or each of an agent of its own. In each but the last,
-ranks kill themselves at a step, or have Lightning end them. The last one also trains without any of ours, from the
-beginning, and tells what both came to.
+Its lives are those that a torchrun agent gives it, or each of an agent of its own. In each but the last, ranks kill
+themselves at a step, or have Lightning end them. The last one also trains without any of ours, from the beginning, and
+tells what both came to. The job of real size has 256 MiB a rank.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import io
 import logging
 import os
+import shutil
 import signal
 import warnings
 from collections.abc import Iterator
@@ -30,14 +31,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
+from tests.support.cuts import cut_in_the_midst
 from tests.support.forked import wait_until
 from tests.support.state_digest import digest
 from tests.support.worker import base_path, leave, report
 
-EPOCH, STEPS, FEATURES, WIDTH = 7, 16, 8, 33
-VALIDATE_EVERY = 3
+EPOCH, VALIDATE_EVERY = 7, 3
+# Features, width and steps. With two moments, the second is 3 × 4 bytes × 2 × 2,730 × 4,099 = 256 MiB.
+SMALL, REAL = (8, 33, 16), (4099, 2730, 4)
 
 warnings.filterwarnings("ignore")
+fails_at = -1
 
 
 class Loader:
@@ -46,8 +50,8 @@ class Loader:
     Without a length, Lightning fetches a batch ahead.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, features: int) -> None:
+        self.rank, self.features = rank, features
         self.epoch = self.place = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -58,7 +62,8 @@ class Loader:
         while self.place < EPOCH:
             number = order[self.place]
             self.place += 1
-            yield {"number": torch.tensor([self.epoch, number]), "data": torch.linspace(-1, number, 4 * FEATURES).sin()}
+            data = torch.linspace(-1, number, 4 * self.features).sin()
+            yield {"number": torch.tensor([self.epoch, number]), "data": data}
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "place": self.place}
@@ -75,8 +80,9 @@ class SizedLoader(Loader):
 class Model(LightningModule):
     def __init__(self, kind: str, loader: Loader) -> None:
         super().__init__()
-        self.save_hyperparameters({"width": WIDTH, "function": leave})  # not to be pickled
-        self.net = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.GELU(), nn.Dropout(0.3), nn.Linear(WIDTH, FEATURES))
+        features, width, _ = REAL if kind == "real" else SMALL
+        self.save_hyperparameters({"width": width, "function": leave})  # not to be pickled
+        self.net = nn.Sequential(nn.Linear(features, width), nn.GELU(), nn.Dropout(0.3), nn.Linear(width, features))
         self.register_buffer("seen", torch.zeros(1))
         self.batches: list[tuple[int, list[int]]] = []
         self.kind, self.loader = kind, loader
@@ -96,8 +102,10 @@ class Model(LightningModule):
         numbers = batch["number"].flatten().tolist()
         self.batches.append((self.trainer.global_step, numbers))
         report(step=self.trainer.global_step, batch=numbers)
+        if fails_at == self.trainer.global_step:
+            raise RuntimeError("as asked")
         self.seen += 1
-        data = batch["data"].view(4, FEATURES)
+        data = batch["data"].view(4, self.loader.features)
         return (self.net(data) - data).square().mean() + 0.001 * torch.rand(()) * self.seen.mean()
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
@@ -121,7 +129,7 @@ class Model(LightningModule):
         return self.loader
 
     def val_dataloader(self) -> list[torch.Tensor]:
-        return [torch.linspace(0, 1, 2 * FEATURES).view(2, FEATURES)]
+        return [torch.linspace(0, 1, 2 * self.loader.features).view(2, self.loader.features)]
 
 
 class Tally(Callback):
@@ -204,7 +212,7 @@ class KillAt(Callback):
 def strategy_of(kind: str) -> tuple[Any, Any]:
     if kind == "single":
         return "auto", CountingPrecision()
-    if kind == "ddp":
+    if kind in ("ddp", "real"):
         return DDPStrategy(process_group_backend="gloo", find_unused_parameters=True), CountingPrecision()
     if kind == "fsdp":
         # Whole ones, which would be gathered for `ModelCheckpoint`, make torch crash without a GPU.
@@ -224,7 +232,8 @@ def train(
     seed_everything(5 + rank)
     strategy, precision = strategy_of(kind)
     # Of sized and unsized loaders, each with sharded and unsharded strategies.
-    loader = Loader(rank) if kind in ("ddp", "fsdp") else SizedLoader(rank)
+    features, _, steps = REAL if kind == "real" else SMALL
+    loader = (Loader if kind in ("ddp", "fsdp") else SizedLoader)(rank, features)
     model = Model(kind, loader)
     tally = Tally(rank)
     checkpoints = ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1, filename="{step}")
@@ -237,7 +246,7 @@ def train(
         plugins=[precision],
         # Ours in front, from where it has to move behind the others.
         callbacks=[*([ours] if ours else []), tally, *averaging, checkpoints, KillAt(kill_at, how)],
-        max_steps=STEPS,
+        max_steps=steps,
         max_epochs=-1,
         val_check_interval=VALIDATE_EVERY,
         check_val_every_n_epoch=1,
@@ -264,7 +273,7 @@ def train(
             "precision": precision.count,
             "loader": loader.state_dict(),
             "next_random": torch.rand(2).tolist(),
-            "files": sorted(path.name for path in folder.iterdir()),
+            "files": sorted(path.name for path in folder.glob("*")),
             "batches": model.batches,
             "restored": model.restored,
         }
@@ -278,20 +287,33 @@ def main() -> None:
     parser.add_argument("--leave", action="store_true")
     parser.add_argument("--terminate", action="store_true")
     parser.add_argument("--persist")
+    parser.add_argument("--lose", default="", help="node whose memory is gone after the first life")
+    parser.add_argument(
+        "--exit", choices=["ends", "fails"], help="end as a script does, at its last line or by an error"
+    )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
     life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if life and arguments.lose == os.environ["FLASHPOINT_NODE_ID"]:
+        shutil.rmtree(base_path())
     kill_at = arguments.kill[life] if life < len(arguments.kill) else -1
     how = signal.SIGTERM if arguments.terminate else signal.SIGKILL
     ours = FlashpointCallback(
         base_path(), 1, strict=True, deadline_s=60, persist=arguments.persist, persist_every=2, grace_s=60
     )
-    resumed = train(arguments.kind, arguments.folder / "resumed", ours, kill_at, how)
+    global fails_at
+    fails_at = 5 if arguments.exit == "fails" else -1
+    # The first connection of a life that carries anything of real size breaks in its midst.
+    with cut_in_the_midst() if arguments.kind == "real" else contextlib.nullcontext([]) as cuts:
+        resumed = train(arguments.kind, arguments.folder / "resumed", ours, kill_at, how)
+    if arguments.exit:
+        return
     engine = ours.flashpoint
     assert engine is not None
     report(resumed=resumed, health={"saves": engine.health.saves, "failures": engine.health.failures})
     report(source=engine.last_recovery and engine.last_recovery.source, last_saved=engine.last_saved)
+    report(bytes=engine.health.bytes, cuts=cuts)
     report(undisturbed=train(arguments.kind, arguments.folder / "undisturbed", None))
     if arguments.leave:
         leave()

@@ -1,4 +1,4 @@
-"""A small training job whose versions are persisted by doors other than the façade. For `tests.support.forked.Team`.
+"""A small training job whose versions are persisted, through every door. For `tests.support.forked.Team`.
 
 Owns the job, its way through each door, and what a rank tells: where it began, from which tier, and digests. A batch
 depends on the step and the rank alone, so two runs of as many ranks are the same if their digests are.
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ml_flashpoint import Checkpointer, Config, Persist
+from ml_flashpoint import Checkpointer, Config, Flashpoint, Persist
 from tests.workers.distributed_training import base
 
 Report = Callable[..., None]
@@ -99,7 +99,7 @@ class Life:
 
 def undisturbed(report: Report, rank: int, door: str, steps: int) -> str:
     """What a run without checkpoints ends with."""
-    toy = Toy(sharded=door == "dcp")
+    toy = Toy(sharded=door in ("facade", "dcp"))
     for step in range(1, steps + 1):
         toy.step(step)
     return toy.digest()
@@ -114,6 +114,30 @@ def train(report: Report, rank: int, door: str, url: str, steps: int, options: d
 
 def _config(url: str, options: dict[str, Any]) -> Config:
     return Config(persist=Persist(url, options["persist_every"]), sigterm_grace_s=options.get("grace_s", 20.0))
+
+
+def _train_by_facade(report: Report, url: str, steps: int, options: dict[str, Any], leaves: bool) -> Life:
+    toy = Toy(sharded=True)
+    fp = Flashpoint(
+        base(),
+        deadline_s=60,
+        on_world_size_change="keep",
+        persist=url if options.get("persists", True) else None,
+        persist_every=options["persist_every"],
+        grace_s=options.get("grace_s", 20.0),
+    )
+    began = fp.track(model=toy.model, optimizer=toy.optimizer).resume()
+    assert fp.last_recovery is not None
+    source, then = fp.last_recovery.source, toy.digest() if began else ""
+    report("resumed", began, source)
+    for step in range(began + 1, steps + 1):
+        toy.step(step)
+        assert fp.step() == step
+        fp.wait()
+        report("step", step, fp.health.persisted)
+    now = toy.digest()
+    _end(fp, leaves)
+    return Life(began, source, then, now, fp.health.persisted)
 
 
 def _train_by_dcp(report: Report, url: str, steps: int, options: dict[str, Any], leaves: bool) -> Life:
@@ -231,7 +255,7 @@ def refuse_another_number_of_ranks(report: Report, rank: int, url: str) -> str:
     return "nothing"
 
 
-def _end(engine: Checkpointer, leaves: bool) -> None:
+def _end(engine: Checkpointer | Flashpoint, leaves: bool) -> None:
     if leaves:
         atexit._run_exitfuncs()  # which a child of multiprocessing does not
     else:
@@ -239,6 +263,7 @@ def _end(engine: Checkpointer, leaves: bool) -> None:
 
 
 _DOORS: dict[str, Callable[..., Life]] = {
+    "facade": _train_by_facade,
     "dcp": _train_by_dcp,
     "megatron": _train_by_megatron,
     "local": _train_locally,

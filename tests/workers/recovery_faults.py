@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -20,23 +21,18 @@ from ml_flashpoint.net import client as net_client
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, RingReplicationStrategy
 from tests.support.descriptors import NoDescriptors
 from tests.support.forked import Report
+from tests.support.loops import Stored
 from tests.workers.fault_engine import Rank, base_here
 
 STRATEGIES: dict[str, Callable[[], ReplicationStrategy]] = {
     "none": NoReplicationStrategy,
-    "ring": lambda: RingReplicationStrategy(2),
     "next": lambda: RingReplicationStrategy(1),
 }
 
 
-def rank_with(strategy: str) -> Rank:
-    """The engine, with a strategy by name."""
-    return Rank(base_here(), strategy=STRATEGIES[strategy]())
-
-
 def save_as(report: Report, rank: int, strategy: str, steps: list[int]) -> None:
     """Save these steps, each verified."""
-    engine = rank_with(strategy)
+    engine = Rank(base_here(), strategy=STRATEGIES[strategy]())
     for step in steps:
         engine.save("small", step, 0)
         assert engine.checkpointer.wait(30)
@@ -46,143 +42,25 @@ def save_as(report: Report, rank: int, strategy: str, steps: list[int]) -> None:
 
 def load_as(report: Report, rank: int, strategy: str) -> Any:
     """Load; the error if it cannot be done."""
-    engine = rank_with(strategy)
-    found = said(engine)
+    engine = Rank(base_here(), strategy=STRATEGIES[strategy]())
+    found = said(lambda: engine.load("small"))
     dist.barrier()
     engine.close()
     return found
 
 
-def said(engine: Rank) -> Any:
-    """The step and life that were loaded, or the error."""
+def said(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the error."""
     try:
-        return engine.load("small")
+        return call()
     except FlashpointError as error:
         return f"{type(error).__name__}: {error}"
-
-
-# ---- peers ----------------------------------------------------------------------------------------------------
-
-
-def refused_at_first(report: Report, rank: int, times: int, late_s: float = 0.0) -> Any:
-    """The first connections that rank 1 makes end where nothing listens. Rank 0 is late to tell what it has."""
-    engine = Rank(base_here(), replicate=True)
-    if rank == 0:
-        read = recovery.read_node
-
-        def read_late(*args: Any) -> Any:
-            time.sleep(late_s)
-            return read(*args)
-
-        recovery.read_node = read_late
-    if rank == 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            closed = probe.getsockname()
-        left = [closed] * times
-        real = socket.create_connection
-
-        def connect(address: Any, *args: Any, **kwargs: Any) -> socket.socket:
-            return real(left.pop() if left else address, *args, **kwargs)
-
-        net_client.socket.create_connection = connect  # type: ignore[assignment]
-    found = said(engine)
-    dist.barrier()
-    engine.close()
-    return found
-
-
-def never_answered(report: Report, rank: int) -> list[Any]:
-    """Rank 1 is connected to somebody who says nothing; then to the right one, in the same process."""
-    engine = Rank(base_here(), replicate=True)
-    silent = socket.create_server(("127.0.0.1", 0))
-    real_connection, real_connect = socket.create_connection, net_client.connect
-    if rank == 1:
-        net_client.socket.create_connection = (  # type: ignore[assignment]
-            lambda address, *args, **kwargs: real_connection(silent.getsockname(), *args, **kwargs)
-        )
-        net_client.connect = lambda *args, **kwargs: real_connect(*args, **{**kwargs, "within_s": 0.3})
-    first = said(engine)
-    kept = sorted(path.name for path in Path(base_here()).glob("step-*_ckpt"))
-    net_client.socket.create_connection = real_connection
-    second = said(engine)
-    dist.barrier()
-    engine.close()
-    return [first, kept, second]
-
-
-# ---- descriptors ----------------------------------------------------------------------------------------------
-
-
-class NoManifests:
-    """While entered, manifests cannot be opened, as if other threads took every descriptor just then."""
-
-    def __enter__(self) -> NoManifests:
-        self._before = os.open
-
-        def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
-            if str(path).endswith(".manifest"):
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
-            return self._before(path, *args, **kwargs)
-
-        os.open = refuse
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.open = self._before
-
-
-SHORTAGES = {"descriptors": NoDescriptors, "manifests": NoManifests}
-
-
-def short_of_descriptors(report: Report, rank: int, kind: str, until_first_pause: bool) -> list[Any]:
-    """Rank 0 cannot read what it has: until it tries again, or for the whole of its first recovery."""
-    engine = Rank(base_here(), replicate=True)
-    found = []
-    if rank == 0:
-        shortage = SHORTAGES[kind]()
-        real = recovery.pauses
-
-        def pauses(until: float) -> Iterator[None]:
-            for each in real(until):
-                if until_first_pause:
-                    shortage.__exit__()
-                yield each
-
-        recovery.pauses = pauses
-        shortage.__enter__()
-        found.append(said(engine))
-        if not until_first_pause:
-            shortage.__exit__()
-        recovery.pauses = real
-    else:
-        found.append(said(engine))
-    found.append(said(engine))
-    dist.barrier()
-    engine.close()
-    return found
-
-
-# ---- the façade -----------------------------------------------------------------------------------------------
-
-
-class Counter:
-    """Something to track."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
 
 
 def facade_saves(report: Report, rank: int, steps: int, stays: bool = False) -> None:
     """Train for some steps; ``stays``: and run on until killed."""
     with Flashpoint(base_here(), strict=True) as fp:
-        counter = Counter()
+        counter = Stored(0)
         fp.track(counter=counter).resume()
         for _ in range(steps):
             counter.value += 1
@@ -197,46 +75,67 @@ def facade_saves(report: Report, rank: int, steps: int, stays: bool = False) -> 
 def facade_goes_on(report: Report, rank: int) -> int:
     """The step that is gone on from."""
     with Flashpoint(base_here(), strict=True) as fp:
-        return fp.track(counter=Counter()).resume()
+        return fp.track(counter=Stored(0)).resume()
 
 
-def facade_resumes(report: Report, rank: int, peers: bool) -> list[Any]:
-    """Resume while the peer, or a descriptor, is out of reach, then again."""
-    with Flashpoint(base_here()) as fp:
-        counter = Counter()
+@contextlib.contextmanager
+def out_of_reach(rank: int, outage: str, times: int) -> Iterator[None]:
+    """The first connections of rank 1 end where nobody answers, or nothing listens; or rank 0 cannot open manifests, as
+    if other threads took every descriptor just then, or anything."""
+    left, opened, connect_socket, connect = iter(range(times)), os.open, socket.create_connection, net_client.connect
+    with contextlib.ExitStack() as stack:
+        if outage in ("refused", "silent") and rank == 1:
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            elsewhere = listener.getsockname()
+            if outage == "refused":
+                listener.close()
+
+            def divert(address: Any, *args: Any, **how: Any) -> socket.socket:
+                return connect_socket(address if next(left, None) is None else elsewhere, *args, **how)
+
+            def connect_in_haste(*args: Any, **how: Any) -> Any:
+                return connect(*args, **{**how, "within_s": 0.3})
+
+            stack.enter_context(mock.patch.object(socket, "create_connection", divert))
+            if outage == "silent":
+                stack.enter_context(mock.patch.object(net_client, "connect", connect_in_haste))
+        elif outage == "manifests" and rank == 0:
+
+            def refuse(path: Any, *args: Any, **how: Any) -> int:
+                if str(path).endswith(".manifest") and next(left, None) is not None:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+                return opened(path, *args, **how)
+
+            stack.enter_context(mock.patch.object(os, "open", refuse))
+        elif outage == "descriptors" and rank == 0:
+            stack.enter_context(NoDescriptors())
+        yield
+
+
+def facade_resumes(report: Report, rank: int, outage: str, times: int, late_s: float = 0.0) -> tuple[Any, int, int]:
+    """Resume while something is out of reach, and again if that fails; then a step. Rank 0 is late to tell what it
+    has."""
+
+    def read_late(*args: Any) -> Any:
+        time.sleep(late_s if rank == 0 else 0.0)
+        return read(*args)
+
+    read = recovery.read_node
+    with Flashpoint(base_here()) as fp, mock.patch.object(recovery, "read_node", read_late):
+        counter = Stored(0)
         fp.track(counter=counter)
-        first = resumed_with(fp, rank, peers)
-        return [first, fp.resume(), counter.value, fp.step()]
-
-
-def resumed_with(fp: Flashpoint, rank: int, peers: bool) -> Any:
-    real = socket.create_connection
-    shortage = NoManifests()
-    if peers and rank == 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            closed = probe.getsockname()
-        net_client.socket.create_connection = (  # type: ignore[assignment]
-            lambda address, *args, **kwargs: real(closed, *args, **kwargs)
-        )
-    if not peers and rank == 0:
-        shortage.__enter__()
-    try:
-        return fp.resume()
-    except FlashpointError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        net_client.socket.create_connection = real
-        if not peers and rank == 0:
-            shortage.__exit__()
+        with out_of_reach(rank, outage, times):
+            first = said(fp.resume)
+        if first != 3:
+            assert fp.resume() == 3
+        return first, counter.value, fp.step()
 
 
 def facade_forgets(report: Report, rank: int, discard: bool) -> list[Any]:
-    """Train without `resume`."""
+    """Train without `resume`, and resume then."""
+    found: list[Any] = []
     with Flashpoint(base_here(), strict=True, discard_existing=discard) as fp:
-        counter = Counter()
-        fp.track(counter=counter)
-        found: list[Any] = [sorted(path.name for path in Path(base_here()).glob("step-*_ckpt"))]
+        fp.track(counter=Stored(0))
         for use in (fp.step, lambda: fp.save(7)):
             try:
                 use()
@@ -244,5 +143,4 @@ def facade_forgets(report: Report, rank: int, discard: bool) -> list[Any]:
                 found.append("saved")
             except UnaskedVersionsError as error:
                 found.append(str(error))
-        found.append(fp.resume())
-        return found
+        return [*found, fp.resume()]

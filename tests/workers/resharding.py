@@ -183,8 +183,6 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 def _loader(kind: str, sampler: Any, size: int, drop_last: bool) -> DataLoader[int]:
     options: dict[str, Any] = {"batch_size": 2, "sampler": sampler, "drop_last": drop_last}
-    if kind == "workers":
-        options |= {"num_workers": 2, "multiprocessing_context": "fork"}
     if kind == "persistent workers":
         options |= {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}
     return DataLoader(Numbers(size), **options)

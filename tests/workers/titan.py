@@ -165,14 +165,13 @@ def main() -> None:
     # Other random numbers, and weights, in each life: all of these come back from memory.
     trainer = trainer_of(given.steps, root / "own", 7 + life, base_path(), kind=given.kind)
 
-    is_safe = False
-
     def told(step: int, loss: Any) -> None:
-        nonlocal is_safe
-        was_safe, is_safe = is_safe, trainer.checkpointer.flashpoint.last_replicated is not None
-        report(step=step, loss=loss, becomes_safe=is_safe and not was_safe)
-        while str(step) in given.gates.split(",") and not gate_of(root, step).exists():
-            time.sleep(0.05)
+        report(step=step, loss=loss)
+        if str(step) in given.gates.split(",") and not gate_of(root, step).exists():
+            assert trainer.checkpointer.flashpoint.wait()
+            report(safe_at=step)
+            while not gate_of(root, step).exists():
+                time.sleep(0.05)
 
     load = trainer.checkpointer.load
 

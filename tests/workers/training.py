@@ -298,30 +298,23 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", default="plain")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--pace", type=float, default=0.0)
     parser.add_argument("--gates", default="", help="steps to stop after until their files are there, by commas")
-    parser.add_argument("--without", action="store_true", help="train without checkpoints")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    if options.without:
-        report(digests=undisturbed(options.steps, options.kind))
-    else:
-        job = Job(options.kind)
-        with Flashpoint(base_path(), deadline_s=60) as fp:
-            step = fp.track(**job.tracked).resume()
-            assert fp.last_recovery is not None
-            report(resumed=step, source=fp.last_recovery.source, fetched=fp.last_recovery.fetched_bytes)
-            while step < options.steps:
-                while str(step) in options.gates.split(",") and not gate_of(base_path().parent.parent, step).exists():
-                    time.sleep(0.05)
-                job.step()
-                step = fp.step()
-                fp.wait()
-                report(step=step, replicated=fp.last_replicated)
-                time.sleep(options.pace)
-        report(digests=job.digests())
+    job = Job(options.kind)
+    with Flashpoint(base_path(), deadline_s=60) as fp:
+        step = fp.track(**job.tracked).resume()
+        report(resumed=step)
+        while step < options.steps:
+            while str(step) in options.gates.split(",") and not gate_of(base_path().parent.parent, step).exists():
+                time.sleep(0.05)
+            job.step()
+            step = fp.step()
+            fp.wait()
+            report(step=step, replicated=fp.last_replicated)
+    report(digests=job.digests())
     dist.destroy_process_group()
     leave()
 

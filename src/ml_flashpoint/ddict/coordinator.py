@@ -225,12 +225,13 @@ class Coordinator:
         with self._changed:
             prepared = self.rules.prepare()
         self._ask_all(prepared)
-        runs: list[int] = []
+        parts: list[tuple[int, int]] = []
         if self.rules.options.replicated and not self.rules.is_called_off(prepared):
             sealed = asked.Seal(prepared.epoch, prepared.cut)
-            runs = [int(answer["run"]) for answer in self._ask_all(sealed, time.monotonic() + seal_deadline_s())]
+            answers = self._ask_all(sealed, time.monotonic() + seal_deadline_s())
+            parts = [(int(answer["part"][0]), int(answer["part"][1])) for answer in answers]
         with self._changed:
-            is_committed = self.rules.commit(prepared, runs)
+            is_committed = self.rules.commit(prepared, parts)
             self._changed.notify_all()
         if is_committed:
             self._settle()
@@ -247,8 +248,7 @@ class Coordinator:
             with self._changed:
                 wanted = None
                 while not self._closing and (wanted := self.rules.next_to_persist(time.monotonic())) is None:
-                    again_at = self.rules.persists_again_at()
-                    self._changed.wait(None if again_at is None else max(0.0, again_at - time.monotonic()))
+                    self._changed.wait(_LOOK_S)  # what has failed is tried again
                 if self._closing or wanted is None:
                     return
             failure = self._try_to_persist(history, wanted)
@@ -356,11 +356,13 @@ class Coordinator:
             finally:
                 self._changed.notify_all()
 
-    def attach(self, session: Session, session_id: str) -> None:
-        """A process has a connection that keeps the handles attached that join with this id."""
+    def watch(self, session: Session, its: asked.Watch, is_gone: IsGone) -> Fields:
+        """See `Watch`. Meanwhile the end of either process is noticed by the other."""
         with self._changed:
-            session.id, self._sessions[session_id] = session_id, session
-            self.rules.processes[session_id] = session.peer.text
+            if not session.id:
+                session.id, self._sessions[its.session] = its.session, session
+                self.rules.processes[session.id] = session.peer.text
+        return {"epoch": self.await_epoch(its.epoch, time.monotonic() + its.seconds, is_gone)}
 
     def move(self, account: Account, to: int, onwards: bool, deadline: float) -> Fields:
         """Let a handle move on to another checkpoint; see `Rules.begin_move`. Raises `DDictTimeoutError`: others did
@@ -463,7 +465,7 @@ class Coordinator:
         in time."""
         account, at, rules = its.account, its.checkpoint_id, self.rules
         with self._changed:
-            self._tell(rules.hear_late, account)
+            self._changed.notify_all()  # what it wrote late may have to be committed
             self._await(lambda: rules.keeps_from_commit(account, at, if_written=its.if_written), deadline, is_gone)
             return rules.state()
 
@@ -473,8 +475,11 @@ class Coordinator:
 
     # ---- persistence --------------------------------------------------------------------------------------
 
-    def persisted(self) -> History:
-        """Return what is persisted. Raises `DDictPersistError`: there is no persister."""
+    def persisted_ids(self) -> list[int]:
+        """Return the checkpoints that can be restored."""
+        return [] if self._history is None else self._history.ids()
+
+    def _persisted(self) -> History:
         if self._history is None:
             raise DDictPersistError("this dictionary was made without a persister", hint="pass persister_class")
         return self._history
@@ -482,7 +487,7 @@ class Coordinator:
     def persist_newest(self, deadline: float, is_gone: IsGone) -> int:
         """Commit what can be, persist the newest committed checkpoint if it is not, and return it; -1: there is none.
         Raises `FlashpointError`: it could not be persisted."""
-        self.persisted()
+        self._persisted()
         rules = self.rules
         while True:
             self._await_open(deadline)
@@ -506,7 +511,7 @@ class Coordinator:
             DDictTimeoutError: it was not done in time; or it was, and copies are missing.
             FlashpointError: a manager cannot read it, or it is not there; all is as before.
         """
-        rules, history, handle = self.rules, self.persisted(), whose.handle
+        rules, history, handle = self.rules, self._persisted(), whose.handle
         self._tell(rules.fence.hear, handle, whose.generation)
         version = save_of(history.locate(checkpoint_id))
         with self._no_commits(deadline):
@@ -558,12 +563,6 @@ class Coordinator:
         self.rules.check_manager(told.manager)
         self.places[told.manager] = Place(told.node, told.unix, told.host, told.port)
 
-    def sealed_by(self, manager: int) -> list[asked.SealedPart]:
-        """See `Rules.sealed_by`."""
-        self.rules.check_manager(manager)
-        with self._changed:
-            return self.rules.sealed_by(manager)
-
 
 class _Call(NamedTuple):
     """A request's receiver, its connection, and when its time is up."""
@@ -578,22 +577,11 @@ class _Call(NamedTuple):
         return self.session.peer.is_gone
 
 
-def _watch(call: _Call, request: asked.Watch) -> Fields:
-    if not call.session.id:
-        call.to.attach(call.session, request.session)
-    # Meanwhile the end of either process is noticed by the other.
-    return {"epoch": call.to.await_epoch(request.epoch, time.monotonic() + request.seconds, call.is_gone)}
-
-
-def _persisted_ids(call: _Call, request: asked.PersistedIds) -> Fields:
-    return {"ids": call.to.persisted().ids() if call.to.rules.options.persists else []}
-
-
 _Operation: TypeAlias = Callable[[_Call, Any], "Fields | None"]
 _OPERATIONS: Final[dict[type[Request], _Operation]] = {
     asked.Hello: lambda call, its: {"manager": COORDINATOR},
     asked.State: lambda call, its: call.to.state(),
-    asked.Watch: _watch,
+    asked.Watch: lambda call, its: call.to.watch(call.session, its, call.is_gone),
     asked.Join: lambda call, its: call.to._tell(call.to.rules.join, its.account),
     asked.Move: lambda call, its: call.to.move(its.account, its.to, its.onwards, call.deadline),
     asked.GoBack: lambda call, its: call.to.go_back(its.whose, its.session, its.back, call.deadline),
@@ -603,10 +591,10 @@ _OPERATIONS: Final[dict[type[Request], _Operation]] = {
     asked.AwaitCommit: lambda call, its: call.to.await_commit(its, call.deadline, call.is_gone),
     asked.SetFrozen: lambda call, its: call.to.freeze(its.whose, its.frozen, call.deadline),
     asked.PersistNewest: lambda call, its: {"checkpoint_id": call.to.persist_newest(call.deadline, call.is_gone)},
-    asked.PersistedIds: _persisted_ids,
+    asked.PersistedIds: lambda call, its: {"ids": call.to.persisted_ids()},
     asked.Restore: lambda call, its: call.to.restore(its.whose, its.checkpoint_id, call.deadline),
     asked.Here: lambda call, its: call.to.note_place(its),
     asked.Places: lambda call, its: {"places": list(call.to.places.items())},
     asked.Returned: lambda call, its: call.to._tell(call.to.rules.returned, its.manager, its.incarnation),
-    asked.SealedBy: lambda call, its: {"sealed": call.to.sealed_by(its.manager)},
+    asked.SealedBy: lambda call, its: {"sealed": call.to._tell(call.to.rules.sealed_by, its.manager)},
 }

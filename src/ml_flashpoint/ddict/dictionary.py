@@ -1,15 +1,11 @@
-"""`DDict`: the dictionary as its users have it.
-
-Owns the words of a dictionary: its keys and values, checkpoints, persistence, managers and handles as users see them,
-and the batch of writes that wait to be sent. How keys get to managers is `handle`'s; where managers run
-is the business of `runtime`.
-"""
+"""`DDict`: the dictionary as its users have it."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -20,9 +16,8 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeAlias
+from typing import Any
 
 import psutil
 
@@ -36,7 +31,7 @@ from ml_flashpoint.ddict.errors import (
     DDictPersistError,
     DDictTimeoutError,
 )
-from ml_flashpoint.ddict.links import GRACE_S
+from ml_flashpoint.ddict.links import GRACE_S, Exchange
 from ml_flashpoint.ddict.manager.shard import BROADCAST, PERSISTENT
 from ml_flashpoint.ddict.native.ray import is_on_ray
 from ml_flashpoint.ddict.options import Configuration, Options, check_checkpoint_id, checked_timeout
@@ -44,8 +39,13 @@ from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime, Runtime
 from ml_flashpoint.ddict.runtime.folder import runtime_root
 from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.keys import Unreadable, encode_key
+from ml_flashpoint.ddict.wire.requests import Whose
 from ml_flashpoint.format.arguments import checked_integer, ignored
 from ml_flashpoint.format.errors import InvalidArgumentError
+
+_log = logging.getLogger(__name__)
+_STOP_S = 20.0
+_MISSING: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,14 @@ class ManagerStats:
     """Statistics of one manager, see `DDict.stats`.
 
     Attributes:
-        manager: its number.
-        node: number of its node.
+        manager, node: its number, and that of its node.
         keys: keys with any value in the working set.
-        used_bytes: of values, those of older checkpoints included.
-        limit_bytes: most that they may take.
+        used_bytes, limit_bytes: of values, those of older checkpoints included, and the most that they may take.
         oldest: oldest checkpoint of the working set.
         sealed: checkpoints that it could be recovered at.
         copies: managers that are known to have verified copies of all of these.
         missing_copies: those that are to have them, and may not.
-        copies_on_same_node: managers that are to have copies and are on its own node, whose loss would take both: on
-            Ray, after a node was lost that there was no other for.
+        copies_on_same_node: managers that are to have copies and are on its own node, whose loss would take both.
         frozen: whether it refuses writes.
         persisted: newest checkpoint of the whole dictionary that this run has persisted, or has begun with; -1: none.
         persist_error: why the last one that was due, or asked for, could not be; None: it could.
@@ -103,31 +100,6 @@ def stats_of(answers: Sequence[Mapping[str, Any]], state: Mapping[str, Any], opt
     ]
 
 
-_log = logging.getLogger(__name__)
-_STOP_S = 20.0
-_MISSING: Any = object()
-
-_Arguments = ParamSpec("_Arguments")
-_Initializer: TypeAlias = "Callable[[Any, Options], None]"
-
-
-def _takes(
-    options: Callable[_Arguments, Options],
-) -> Callable[[_Initializer], Callable[Concatenate[Any, _Arguments], None]]:
-    """Give an initializer the arguments that options have, so that they are spelled there only."""
-
-    def decorate(initialize: _Initializer) -> Callable[Concatenate[Any, _Arguments], None]:
-        def __init__(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
-            initialize(self, options(*args, **kwargs))
-
-        its = inspect.signature(options).parameters.values()
-        me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        __init__.__signature__ = inspect.Signature([me, *its])  # type: ignore[attr-defined]
-        return __init__
-
-    return decorate
-
-
 class DDict(MutableMapping[Any, Any]):
     """A dictionary whose values live in manager processes, in memory, and outlive the processes that write them.
 
@@ -141,18 +113,20 @@ class DDict(MutableMapping[Any, Any]):
         DDictError: a manager did not start.
     """
 
-    @_takes(Options)
-    def __init__(self, options: Options) -> None:
+    __signature__ = inspect.signature(Options)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        options = Options(*args, **kwargs)
         if options.persists and not (options.persist_count or options.read_only or options.restore_from is not None):
             _log.warning(
                 "persist_count is 0: only persist() persists checkpoints, and destroy() does not; pass persist_count=-1"
                 " to keep all, or how many of the newest"
             )
+        ignored("DDict", trace=options.trace or None)
         configuration, self._coordinator, started = _create(options)
         self._set_up(configuration, 0, 0, None)
         self._runtime: Runtime | None = started
         self._creator = os.getpid()
-        ignored("DDict", trace=options.trace or None)
         if options.restore_from is not None:
             try:
                 self.restore(options.restore_from)
@@ -165,17 +139,21 @@ class DDict(MutableMapping[Any, Any]):
         self._access = Handle(configuration, checkpoint_id, epoch, only)
         self._batch: Batch | None = None
 
+    def _begin(self) -> float:
+        """Send what was collected. Return the deadline of the call that begins."""
+        deadline = self._access.deadline()
+        if self._batch is not None:
+            self._batch.flush(deadline)
+        return deadline
+
     # ---- one key ------------------------------------------------------------------------------------------
 
     def __getitem__(self, key: Any) -> Any:
         return self._get(key)
 
     def get(self, key: Any, default: Any = None, *, copy: bool = False) -> Any:
-        """The value of a key, or ``default``. Never waits for one.
-
-        Args:
-            copy: arrays and tensors are the caller's own, instead of views of the dictionary's memory.
-        """
+        """Return the value of a key, or ``default``. Never waits for a key. ``copy``: arrays and tensors are the
+        caller's own, instead of views of the dictionary's memory."""
         try:
             return self._get(key, copy=copy, wait=False)
         except DDictKeyError:
@@ -210,18 +188,16 @@ class DDict(MutableMapping[Any, Any]):
 
     def bget(self, key: Any, *, copy: bool = False) -> Any:
         """Read what `bput` wrote, from a manager on this node if there is one, and from another if that is away."""
-        encoded = encode_key(key)
-        deadline = self._access.deadline()
-        local = set(self._access.local)
+        encoded, deadline, local = encode_key(key), self._access.deadline(), set(self._access.local)
         candidates = sorted(self._access.managers, key=lambda manager: (manager not in local, random.random()))
         for left, manager in zip(range(len(candidates), 0, -1), candidates, strict=True):
+            # Each gets a fair part of what is left of the time, and what it may be late is part of that.
+            share = (deadline - time.monotonic()) / left
+            share -= min(GRACE_S, share / 2) if left > 1 else 0.0
             try:
-                # Each gets a fair part of what is left of the time, and what it may be late is part of that.
-                share = (deadline - time.monotonic()) / left
-                share -= min(GRACE_S, share / 2) if left > 1 else 0.0
                 with _naming(key):
-                    got = self._access.get(manager, encoded, deadline=time.monotonic() + share, copy=copy, wait=True)
-                    return got.value
+                    until = time.monotonic() + share
+                    return self._access.get(manager, encoded, deadline=until, copy=copy, wait=True).value
             except (DDictManagerLostError, DDictTimeoutError):
                 if left == 1:
                     raise
@@ -240,9 +216,8 @@ class DDict(MutableMapping[Any, Any]):
 
     def __delitem__(self, key: Any) -> None:
         deadline = self._begin()
-        manager, encoded = self._access.located(key)
         with _naming(key):
-            self._access.delete(manager, encoded, -1, deadline)
+            self._access.delete(*self._access.located(key), -1, deadline)
 
     def __contains__(self, key: object) -> bool:
         try:
@@ -270,22 +245,19 @@ class DDict(MutableMapping[Any, Any]):
             return default
 
     def popitem(self) -> tuple[Any, Any]:
-        """Delete some key and return it with its value.
-
-        Raises:
-            DDictKeyError: there is none.
-        """
+        """Delete some key and return it with its value. Raise `DDictKeyError` if there is none."""
         deadline = self._begin()
         while keys := list(self._access.keys(self._access.managers, deadline)):
             for key in keys:
                 with contextlib.suppress(DDictKeyError):
                     return key, self._pop(key, _MISSING, deadline)
                 if time.monotonic() >= deadline:
-                    raise DDictTimeoutError("others were always faster")
-        raise DDictKeyError("the dictionary is empty", checkpoint_id=self._access.standing.checkpoint_id)
+                    raise DDictTimeoutError("other handles have popped every key before this one")
+        raise DDictKeyError("the dictionary is empty", checkpoint_id=self.checkpoint_id)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """The value of a key, which is ``default`` from now on if there was none. Of several callers one sets it."""
+        """Return the value of a key, which is ``default`` from now on if there was none. Of several callers one sets
+        it."""
         manager, encoded_key = self._access.located(key)
         deadline = self._begin()
         while True:
@@ -296,41 +268,32 @@ class DDict(MutableMapping[Any, Any]):
                     return default
 
     def fetch_add(self, key: Any, amount: float = 1, default: float = 0) -> float:
-        """Add to a number; returns what it was before, ``default`` if there was none. The manager does it, so that no
-        addition of another handle is lost.
-
-        Raises:
-            DDictError: the value is no number.
-            DDictManagerLostError: the manager died, perhaps after it had added.
-        """
+        """Add to a number, and return what it was before, ``default`` if there was none. The manager does it, so that
+        no addition of another handle is lost. Raises `DDictError` if the value is no number, and
+        `DDictManagerLostError` if the manager died, perhaps after it had added."""
         for argument, number in (("amount", amount), ("default", default)):
             if isinstance(number, bool) or not isinstance(number, (int, float)):
                 raise InvalidArgumentError("must be a number", argument=argument, value=number)
         deadline = self._begin()
         manager, encoded = self._access.located(key)
-        added = self._access.change(
-            manager, lambda whose, flags: asked.Add(whose, amount, default, flags), encoded, deadline=deadline
-        )
-        before: float = added["before"]
+
+        def add(exchange: Exchange, whose: Whose, flags: int) -> dict[str, Any]:
+            return exchange.request(asked.Add(whose, amount, default, flags), encoded).fields
+
+        before: float = self._access.change(manager, add, deadline)["before"]
         return before
 
     def wait_for(self, key: Any, value: Any | Callable[[Any], bool] = _MISSING, timeout: float | None = None) -> Any:
-        """Wait until a key has a value, and return it.
-
-        Args:
-            value: what it must be equal to, or a function that says whether it will do; nothing: anything.
-            timeout: seconds; None: the dictionary's.
-
-        Raises:
-            DDictTimeoutError: it did not come in time.
+        """Wait until a key has a value, and return it. ``value``: what it must be equal to, or a function that says
+        whether it will do; nothing: anything. ``timeout``: seconds; None: the dictionary's. Raises `DDictTimeoutError`.
         """
         manager, encoded = self._access.located(key)
         # 0: only if it is there.
         deadline = self._access.deadline(checked_timeout(timeout) if timeout else timeout)
         seen = 0
         while True:
-            answer = self._access.ask(manager, partial(asked.WaitFor, seen=seen), encoded, deadline=deadline)
-            if not answer.fields["ok"]:
+            waits = functools.partial(asked.WaitFor, seen=seen)
+            if not self._access.ask(manager, waits, encoded, deadline=deadline).fields["ok"]:
                 raise DDictTimeoutError(f"{key!a} did not get the value that was waited for", manager=manager)
             try:
                 found = self._access.get(manager, encoded, deadline=deadline)
@@ -364,11 +327,7 @@ class DDict(MutableMapping[Any, Any]):
             self._batch = Batch(self._access)
 
     def end_batch_put(self) -> None:
-        """Send what was collected.
-
-        Raises:
-            FlashpointError: some of it could not be written.
-        """
+        """Send what was collected. Raise a `FlashpointError` if some of it could not be written."""
         self._end_batch(self._access.deadline())
 
     def _end_batch(self, deadline: float) -> None:
@@ -396,12 +355,8 @@ class DDict(MutableMapping[Any, Any]):
         return self._access.items(self._access.managers, self._access.deadline())
 
     def filter(self, wanted: Callable[[Any, Any], bool]) -> Iterator[tuple[Any, Any]]:
-        """The items for which ``wanted(key, value)`` is true. It runs here, not in the managers, and is not asked about
-        what is `Unreadable` here.
-
-        Raises:
-            DDictError: (while it is gone through) an epoch has begun since it began; retryable.
-        """
+        """Yield the items for which ``wanted(key, value)`` is true. It runs here, not in the managers, and is not asked
+        about what is `Unreadable` here. Raises a retryable `DDictError` when an epoch has begun meanwhile."""
         for key, value in self._access.each_item(self._access.managers):
             if not isinstance(key, Unreadable) and not isinstance(value, Unreadable) and wanted(key, value):
                 yield key, value
@@ -412,33 +367,27 @@ class DDict(MutableMapping[Any, Any]):
             self._batch.drop()
         deadline = self._access.deadline()
         for manager in self._access.managers:
-            self._access.change(manager, lambda whose, flags: asked.Clear(whose), deadline=deadline, again=True)
+            self._access.change(
+                manager, lambda exchange, whose, _: exchange.request(asked.Clear(whose)).fields, deadline, again=True
+            )
 
     def local_keys(self) -> list[Any]:
-        """Keys that managers on this node have."""
+        """Return the keys that managers on this node have."""
         return list(self._access.keys(self._access.local, self._access.deadline()))
 
     def local_values(self) -> list[Any]:
-        """Values that managers on this node have."""
+        """Return the values that managers on this node have."""
         return [value for _, value in self.local_items()]
 
     def local_items(self) -> list[tuple[Any, Any]]:
-        """Keys and values that managers on this node have."""
+        """Return the keys and values that managers on this node have."""
         return self._access.items(self._access.local, self._access.deadline())
 
     def local_length(self) -> int:
-        """Number of keys that managers on this node have."""
+        """Return the number of keys that managers on this node have."""
         return self._access.count(self._access.local, self._access.deadline())
 
     local_len = local_length
-    """The same, as Dragon's dictionary calls it."""
-
-    def _begin(self) -> float:
-        """A call begins before which is sent what was collected: its deadline."""
-        deadline = self._access.deadline()
-        if self._batch is not None:
-            self._batch.flush(deadline)
-        return deadline
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 
@@ -465,10 +414,8 @@ class DDict(MutableMapping[Any, Any]):
         return self.checkpoint_id
 
     def rollback(self, to: int | None = None, *, discard: bool = True) -> int:
-        """Go back, to the checkpoint before this one or to ``to``; returns its id.
-
-        Args:
-            discard: what this handle, and no other, wrote above is gone then.
+        """Go back, to the checkpoint before this one or to ``to``; returns its id. ``discard``: what this handle, and
+        no other, wrote above is gone then.
 
         Raises:
             DDictCheckpointRetiredError: it has left the working set.
@@ -520,15 +467,12 @@ class DDict(MutableMapping[Any, Any]):
     # ---- persistence --------------------------------------------------------------------------------------
 
     def persist(self) -> int:
-        """Persist the newest committed checkpoint now; returns its id (-1 if there is none).
-
-        Raises:
-            DDictPersistError: there is no persister, or it failed.
-        """
+        """Persist the newest committed checkpoint now; returns its id (-1 if there is none). Raises
+        `DDictPersistError` if there is no persister, or it failed."""
         return int(self._access.ask_main(asked.PersistNewest(), self._begin())["checkpoint_id"])
 
     def persisted_ids(self) -> list[int]:
-        """Ids of persisted checkpoints that are complete and valid on all managers, ascending."""
+        """Return the ids of persisted checkpoints that are complete and valid on all managers, ascending."""
         return list(self._access.ask_main(asked.PersistedIds())["ids"])
 
     def restore(self, checkpoint_id: int) -> None:
@@ -549,14 +493,11 @@ class DDict(MutableMapping[Any, Any]):
         if self._batch is not None:
             self._batch.drop()
         state = self._access.order(lambda account: asked.Restore(account.whose, checkpoint_id), deadline)
-        self._access.restored(checkpoint_id, state)
+        self._access.standing.went_back(checkpoint_id, state)
 
     def advance(self) -> int:
-        """Restore the persisted checkpoint after this one, for all handles: for replaying. Returns its id.
-
-        Raises:
-            DDictPersistError: this is the last.
-        """
+        """Restore the persisted checkpoint after this one, for all handles: for replaying. Returns its id. Raises
+        `DDictPersistError` if this is the last."""
         deadline = self._access.deadline()
         persisted: list[int] = self._access.ask_main(asked.PersistedIds(), deadline)["ids"]
         later = [each for each in persisted if each > self.checkpoint_id]
@@ -568,8 +509,8 @@ class DDict(MutableMapping[Any, Any]):
     # ---- managers -----------------------------------------------------------------------------------------
 
     def manager(self, manager: int) -> DDict:
-        """A handle for the keys of one manager only: what it writes goes there, whatever the key."""
-        return self._clone(only=checked_integer("manager", manager, 0, self._configuration.managers - 1))
+        """Return a handle for the keys of one manager only: what it writes goes there, whatever the key."""
+        return self._clone(checked_integer("manager", manager, 0, self._configuration.managers - 1))
 
     @property
     def local_managers(self) -> list[int]:
@@ -587,7 +528,7 @@ class DDict(MutableMapping[Any, Any]):
         return 0
 
     def which_manager(self, key: Any) -> int:
-        """Number of the manager that has a key, or would."""
+        """Return the number of the manager that has a key, or would."""
         return self._access.located(key)[0]
 
     def stats(self) -> list[ManagerStats]:
@@ -598,7 +539,7 @@ class DDict(MutableMapping[Any, Any]):
         return stats_of(answers, self._access.ask_main(asked.State(), deadline), self._configuration.options)
 
     def get_name(self) -> str:
-        """The name that the dictionary was made with, under which its persisted checkpoints are found again."""
+        """Return the name that the dictionary was made with, under which its persisted checkpoints are found again."""
         return self._configuration.options.name
 
     def freeze(self) -> None:
@@ -619,11 +560,11 @@ class DDict(MutableMapping[Any, Any]):
 
     # ---- handles ------------------------------------------------------------------------------------------
 
-    def _clone(self, *, only: int | None) -> DDict:
+    def _clone(self, only: int | None) -> DDict:
         return _made(self._configuration, self.checkpoint_id, self._access.standing.epoch, only)
 
     def __copy__(self) -> DDict:
-        return self._clone(only=self._access.only)
+        return self._clone(self._access.only)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, self._described()
@@ -633,21 +574,14 @@ class DDict(MutableMapping[Any, Any]):
         return self._configuration.to_json(), self.checkpoint_id, self._access.standing.epoch, self._access.only
 
     def serialize(self) -> str:
-        """A text from which `attach` makes a handle, in any process that can reach the managers. It has the secret of
-        the dictionary in it: whoever has it can read and write everything."""
+        """Return a text from which `attach` makes a handle, in any process that can reach the managers. The secret of
+        the dictionary is in it: whoever has it can read and write everything."""
         return base64.urlsafe_b64encode(json.dumps(self._described()).encode()).decode()
 
     @classmethod
     def attach(cls, serialized: str, *, timeout: float | None = None) -> DDict:
-        """A handle from what `serialize` returned.
-
-        Args:
-            timeout: of its calls, in seconds; None: the dictionary's.
-
-        Raises:
-            InvalidArgumentError: it is something else.
-            DDictManagerLostError: the dictionary is not there.
-        """
+        """Return a handle from what `serialize` returned. ``timeout``: of its calls, in seconds; None: the
+        dictionary's. Raises `InvalidArgumentError` for another text."""
         try:
             configuration, checkpoint_id, epoch, only = json.loads(base64.urlsafe_b64decode(serialized.encode()))
             for number in (checkpoint_id, epoch):
@@ -674,13 +608,8 @@ class DDict(MutableMapping[Any, Any]):
 
     def destroy(self) -> None:
         """End the dictionary, for all handles, after what can be committed is, and persisted if there is a persister.
-
-        Only the process that made it can. Idempotent.
-
-        Raises:
-            DDictError: this is another process.
-            DDictPersistError: the last checkpoint could not be persisted; the dictionary has ended all the same.
-        """
+        Only the process that made it can. Idempotent. Raises `DDictPersistError` if the last checkpoint could not be
+        persisted; the dictionary has ended all the same."""
         if self._access.closed:
             return
         if not self._is_creator:
@@ -722,29 +651,23 @@ class DDict(MutableMapping[Any, Any]):
 
     def __repr__(self) -> str:
         configuration = self._configuration
-        return (
-            f"DDict({configuration.options.name or configuration.dictionary!r}, managers={configuration.managers}, "
-            f"checkpoint_id={self.checkpoint_id})"
-        )
+        name = configuration.options.name or configuration.dictionary
+        return f"DDict({name!r}, managers={configuration.managers}, checkpoint_id={self.checkpoint_id})"
 
 
 def _create(options: Options) -> tuple[Configuration, Coordinator | None, Runtime]:
     """Start the coordinator and the managers of a new dictionary. The coordinator is None where its runtime has it."""
     if options.replicated and options.n_nodes == 1:
         _log.warning("replication has no other node to copy to: with n_nodes=1 it survives managers, not the machine")
-    kind = options.runtime or ("ray" if is_on_ray() else "embedded")
-    dictionary, secret = secrets.token_hex(6), secrets.token_bytes(32)
-    configuration = Configuration(dictionary, options.named(), "", None, options.holders(), secret)
-    if kind == "ray":
+    configuration = Configuration("", options.named(), "", None, options.holders(), secrets.token_bytes(32))
+    if (options.runtime or ("ray" if is_on_ray() else "embedded")) == "ray":
         from ml_flashpoint.ddict.runtime.ray_runtime import RayRuntime  # which imports Ray
 
-        on_ray = RayRuntime(configuration)
+        on_ray = RayRuntime(dataclasses.replace(configuration, dictionary=secrets.token_hex(6)))
         return on_ray.configuration, None, on_ray
     _check_memory(options.total_mem, runtime_root())
     runtime = EmbeddedRuntime()
-    configuration = dataclasses.replace(
-        configuration, base=str(runtime.base), dictionary=os.path.basename(runtime.base)
-    )
+    configuration = dataclasses.replace(configuration, base=str(runtime.base), dictionary=runtime.base.name)
     with contextlib.ExitStack() as undo:
         undo.callback(runtime.stop)
         coordinator = Coordinator(configuration)
@@ -766,7 +689,7 @@ def _check_memory(total_mem: int, folder: Path) -> None:
 
 
 def _made(configuration: Configuration | Mapping[str, Any], checkpoint_id: int, epoch: int, only: int | None) -> DDict:
-    """A handle of a dictionary, which `DDict._described` has described."""
+    """Return a handle of a dictionary, which `DDict._described` has described."""
     if not isinstance(configuration, Configuration):
         configuration = Configuration.from_json(configuration)
     handle: DDict = DDict.__new__(DDict)

@@ -1,14 +1,10 @@
-"""Errors that a dictionary, or what a program needs around one, raises on purpose.
-
-Owns the types, and how they travel. All are `FlashpointError`s and survive pickling; those that name a checkpoint or a
-manager keep it as an attribute.
-"""
+"""Errors that a dictionary, or what a program needs around one, raises on purpose, and how they travel."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final
 
 from ml_flashpoint.format import errors as core_errors
@@ -27,17 +23,15 @@ class DDictError(FlashpointError):
 
     retryable = False
     """True if the same call may succeed later, without anything else being done."""
-    _named: Mapping[str, str] = {"manager": "manager", "checkpoint": "checkpoint_id"}  # attributes that are told
 
     def __init__(
         self, message: str, *, manager: int | None = None, checkpoint_id: int | None = None, **context: Any
     ) -> None:
         super().__init__(message, **context)
-        self.manager = manager
-        self.checkpoint_id = checkpoint_id
+        self.manager, self.checkpoint_id = manager, checkpoint_id
 
     def _context(self) -> list[str]:
-        named = [(name, getattr(self, attribute)) for name, attribute in self._named.items()]
+        named = [("manager", self.manager), ("checkpoint", self.checkpoint_id)]
         return [f"{name} {value}" for name, value in named if value is not None] + super()._context()
 
 
@@ -70,7 +64,7 @@ class DDictCheckpointRetiredError(DDictError):
 
 
 def retired(checkpoint_id: int, oldest: int, committed: int, kept: Iterable[int]) -> DDictCheckpointRetiredError:
-    """The error for a checkpoint that is older than the oldest, or that commits have skipped."""
+    """Return the error for a checkpoint that is older than the oldest, or that commits have skipped."""
     if checkpoint_id < oldest:
         return DDictCheckpointRetiredError(
             f"checkpoint {checkpoint_id} has left the working set; the oldest is {oldest}",
@@ -105,7 +99,7 @@ class DDictWritesLostError(DDictError):
 
 
 def writes_lost(why: str, base: int, manager: int | None) -> DDictWritesLostError:
-    """The error that tells of them, where all go on from checkpoint ``base``."""
+    """Return the error that tells of them, where all go on from checkpoint ``base``."""
     to = max(base, 0)
     return DDictWritesLostError(
         f"what was written since is lost: {why}",
@@ -142,9 +136,6 @@ class StaleRequestError(DDictError):
     retryable = True
 
 
-# ---- of the processes around a dictionary ------------------------------------------------------------------
-
-
 class ProcessFailedError(DDictError):
     """A process of a group ended with an exit code other than 0, or by a signal.
 
@@ -154,19 +145,14 @@ class ProcessFailedError(DDictError):
         exit_code: negative for the number of a signal.
     """
 
-    _named: Mapping[str, str] = {"puid": "puid", "exit code": "exit_code", **DDictError._named}
-
     def __init__(self, message: str, *, puid: int | None = None, exit_code: int | None = None, **context: Any) -> None:
         super().__init__(message, **context)
-        self.puid = puid
-        self.exit_code = exit_code
+        self.puid, self.exit_code = puid, exit_code
 
 
 class BarrierBrokenError(DDictError, threading.BrokenBarrierError):
     """A process cannot pass a barrier: another one died, gave up, or aborted it."""
 
-
-# ---- how they travel ---------------------------------------------------------------------------------------
 
 REQUESTS: Final = Dialect(
     purpose=b"ml_flashpoint.ddict requests",

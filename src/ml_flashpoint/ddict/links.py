@@ -1,8 +1,5 @@
-"""Connections of one process to the managers of a dictionary and its coordinator, and what happens while one is away.
-
-Owns finding them, by the runtime that they run in, the pool of connections, and the one loop by which a request is made
-again. What requests mean is the caller's.
-"""
+"""Connections of one process to the managers of a dictionary and its coordinator, and the one loop that asks again
+while one is away. What requests mean is the caller's."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.wire.requests import Hello, Places, Request, encode
-from ml_flashpoint.format.errors import AuthenticationError, FlashpointError, ProtocolError
+from ml_flashpoint.format.errors import AuthenticationError, ProtocolError
 from ml_flashpoint.net.channel import ConnectionLostError
 from ml_flashpoint.net.client import Address, Connection, Reply, RequestLostError, check_address
 
@@ -29,8 +26,6 @@ if TYPE_CHECKING:
 _Found = TypeVar("_Found")
 GRACE_S = 0.5  # what a request may take more than the manager is told, so that its own error comes first
 
-_MANAGER_AWAY: Final = "call again: with replication it comes back; without, its values are gone"
-_COORDINATOR_AWAY: Final = "it is in the process that made the dictionary, and the dictionary ends with that"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
 _KEPT_IDLE: Final = 8
 _CONNECT_S: Final = 10.0
@@ -120,14 +115,12 @@ def _locator_here(configuration: Configuration) -> Locator:
     path = str(base / "c.sock")
 
     def look(timeout_s: float) -> dict[int, Place]:
-        with socket.socket(socket.AF_UNIX) as probe:
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(BlockingIOError):
             probe.setblocking(False)  # a coordinator that is stopped accepts nothing
             try:
                 probe.connect(path)
             except (ConnectionRefusedError, FileNotFoundError) as error:
                 raise DDictDestroyedError(f"it was destroyed, or its creator ended: {error}") from error
-            except BlockingIOError:
-                pass
         return places
 
     return Locator("", ("unix", path), look, places)
@@ -153,20 +146,17 @@ class Exchange:
         self._connection, self._deadline = connection, deadline
         self.local, self.late = connection.local, -1
 
+    @property
+    def is_broken(self) -> bool:
+        """True if a request was not answered: it may still be carried out."""
+        return self._connection.closed
+
     def request(self, request: Request, *blobs: Buffer) -> Reply:
         """Make one request; see `Connection.request`."""
         left = max(round(self._deadline - time.monotonic(), 3), 0.0)
         reply = self._connection.request(*encode(request, left), blobs, timeout_s=left + GRACE_S)
         self.late = max(self.late, reply.fields.get("late", -1))
         return reply
-
-
-def _ignore() -> None:
-    """Do nothing."""
-
-
-def _raise(error: FlashpointError) -> None:
-    raise error
 
 
 class Links:
@@ -176,7 +166,7 @@ class Links:
         self.locator = locator
         self._secret = secret
         self._idle: defaultdict[int, list[Connection]] = defaultdict(list)  # each change is one step
-        self._doubtful: set[int] = set()
+        self._doubtful: set[int] = set()  # those that were not, or may not be, where they were said to be
         self._closed = False
 
     def call(self, manager: int, request: Request, *blobs: Buffer, deadline: float) -> Reply:
@@ -184,33 +174,17 @@ class Links:
         return self.attempt(manager, lambda exchange: exchange.request(request, *blobs), deadline=deadline)
 
     def attempt(
-        self,
-        manager: int,
-        action: Callable[[Exchange], _Found],
-        *,
-        deadline: float,
-        again: bool = True,
-        before: Callable[[], None] = _ignore,
-        on_break: Callable[[], None] = _ignore,
-        on_refusal: Callable[[FlashpointError], None] = _raise,
+        self, manager: int, action: Callable[[Exchange], _Found], *, deadline: float, again: bool = True
     ) -> _Found:
         """Return what ``action`` returns, with one connection to a manager for its requests. Begin anew while the
-        manager is away.
-
-        Args:
-            again: True if requests may be carried out twice: the connection can break after the manager has.
-            before: called before each try. May raise.
-            on_break: called when a connection broke before the answer, and before anything else is asked: the request
-                may still be carried out.
-            on_refusal: called with what the manager, or ``action``, refused with. Raises, unless to begin anew.
+        manager is away. ``again``: requests may be carried out twice: the connection can break after the manager has.
 
         Raises:
             DDictManagerLostError, DDictTimeoutError: it was away all the time; it did not answer in time.
-            FlashpointError: what it refused with.
+            FlashpointError: what it, or ``action``, refused with.
         """
         pause = _FIRST_PAUSE_S
         while True:
-            before()
             if self._closed:
                 raise DDictDestroyedError("the dictionary was destroyed, or this handle detached")
             try:
@@ -218,8 +192,6 @@ class Links:
                 try:
                     return action(Exchange(link, deadline))
                 finally:
-                    if link.closed:
-                        on_break()
                     # After an error of the manager's own, too: the connection is as good as before then.
                     self._give_back(manager, link)
             except ConnectionLostError as error:
@@ -227,9 +199,6 @@ class Links:
                 left = deadline - time.monotonic()
                 if left <= pause or (isinstance(error, RequestLostError) and not again):
                     raise _away(manager, error) from error
-            except FlashpointError as error:
-                on_refusal(error)
-                continue
             time.sleep(min(pause, left))  # it is being started anew; there is no event to wait for from outside
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -292,7 +261,7 @@ class Links:
 
 
 def _away(manager: int, error: ConnectionLostError) -> DDictManagerLostError:
-    who, hint = (
-        ("the coordinator", _COORDINATOR_AWAY) if manager == COORDINATOR else (f"manager {manager}", _MANAGER_AWAY)
-    )
+    who, hint = f"manager {manager}", "call again: with replication it comes back; without, its values are gone"
+    if manager == COORDINATOR:
+        who, hint = "the coordinator", "it is in the process that made the dictionary, which ends with that"
     return DDictManagerLostError(f"{who} is not there: {error.message}", manager=manager, hint=hint)

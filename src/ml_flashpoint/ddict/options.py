@@ -1,7 +1,4 @@
-"""Arguments of `DDict`, what follows from them, and the configuration that is made of them.
-
-Owns their names, what they mean, their checks, and how they travel to managers and in handles.
-"""
+"""Arguments of `DDict`: their names, checks and meaning, and the configuration that is made of them."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ml_flashpoint.ddict.persister import CheckpointPersister, NullCheckpointPersister
-from ml_flashpoint.format.arguments import checked_bool, checked_choice, checked_integer
+from ml_flashpoint.format.arguments import checked_bool, checked_choice, checked_integer, checked_seconds
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.ranks.strategies import (
     CliqueStrategy,
@@ -25,9 +22,13 @@ from ml_flashpoint.ranks.strategies import (
     Topology,
 )
 
+COORDINATOR = -1
+"""In the place of a manager's number: the coordinator, which is in the process that made the dictionary."""
 DEFAULT_TIMEOUT_S = 60.0
-_FIRST_MS = 1_577_836_800_000  # the beginning of 2020, by the clock
 MAX_CHECKPOINT_ID = 2**62 - 1  # there is always a next one that is a step of the engine, too
+
+_LONGEST_S = 1e6
+_FIRST_MS = 1_577_836_800_000  # the beginning of 2020, by the clock
 _LEAST = {
     **dict.fromkeys(("managers_per_node", "n_nodes", "working_set_size"), 1),
     **{"total_mem": 1 << 20, "persist_freq": 0, "persist_count": -1},
@@ -38,10 +39,6 @@ _STRATEGIES: dict[str, Any] = {
     # Two of them, on neighbouring nodes.
     "clique": lambda managers_per_node: CliqueStrategy(2, managers_per_node),
 }
-
-
-COORDINATOR = -1
-"""In the place of a manager's number: the coordinator, which is in the process that made the dictionary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,8 @@ class Options:
         restore_from: persisted checkpoint to begin with.
         replication: ``"ring"``, ``"pairwise"``, ``"clique"`` or a `ReplicationStrategy`: committed checkpoints survive
             the loss of any single manager or node. None: they do not.
-        runtime: ``"embedded"``: managers are child processes; ``"ray"``: actors; None: Ray if it is initialized here.
+        runtime: ``"embedded"``: managers are processes of this machine; ``"ray"``: of Ray's nodes; None: of Ray's if it
+            is initialized here.
         trace: accepted for programs that pass it, and ignored.
 
     Raises:
@@ -97,35 +95,28 @@ class Options:
             checked_integer(name, getattr(self, name), least)
         for name in ("wait_for_keys", "wait_for_writers", "read_only"):
             checked_bool(name, getattr(self, name))
-        if self.wait_for_keys and self.working_set_size == 1:
-            # Nobody could write keys again at the next checkpoint: it begins only when that has been done.
-            raise InvalidArgumentError(
-                "must be at least 2 with wait_for_keys",
-                argument="working_set_size",
-                value=1,
-                hint="keys are written again at the checkpoint after the one that retires",
-            )
-        for name in ("name", "persist_path"):
-            if not isinstance(getattr(self, name), str):
-                raise InvalidArgumentError("must be text", argument=name, value=getattr(self, name))
         checked_timeout(self.timeout)
         if self.restore_from is not None:
             check_checkpoint_id(self.restore_from, "restore_from")
         if self.runtime is not None:
             checked_choice("runtime", self.runtime, "embedded", "ray")
-        if self.persist_freq and not self.persists:
-            raise InvalidArgumentError("needs a persister_class", argument="persist_freq", value=self.persist_freq)
         persister, replication = self.persister_class, self.replication
-        if not (persister is None or isinstance(persister, str) or _is_persister(persister)):
-            raise InvalidArgumentError(
-                "must be a class derived from CheckpointPersister", argument="persister_class", value=persister
-            )
-        if not (replication is None or isinstance(replication, ReplicationStrategy) or replication in [*_STRATEGIES]):
-            raise InvalidArgumentError(
-                f"must be one of {', '.join(map(repr, _STRATEGIES))}, or a ReplicationStrategy",
-                argument="replication",
-                value=replication,
-            )
+        is_persister = persister is None or isinstance(persister, str) or _is_persister(persister)
+        is_strategy = (
+            replication is None or isinstance(replication, ReplicationStrategy) or replication in [*_STRATEGIES]
+        )
+        names = ", ".join(map(repr, _STRATEGIES))
+        for argument, holds, text in (
+            ("name", isinstance(self.name, str), "must be text"),
+            ("persist_path", isinstance(self.persist_path, str), "must be text"),
+            # Else nobody could write keys again at the next checkpoint: it begins only when that has been done.
+            ("working_set_size", self.working_set_size > 1 or not self.wait_for_keys, "must be 2 with wait_for_keys"),
+            ("persist_freq", self.persists or not self.persist_freq, "needs a persister_class"),
+            ("persister_class", is_persister, "must be a class derived from CheckpointPersister"),
+            ("replication", is_strategy, f"must be one of {names}, or a ReplicationStrategy"),
+        ):
+            if not holds:
+                raise InvalidArgumentError(text, argument=argument, value=getattr(self, argument))
 
     # ---- what follows from them ---------------------------------------------------------------------------
 
@@ -165,12 +156,12 @@ class Options:
         return self.wait_for_writers or self.snapshots
 
     def next_due(self, committed: int) -> int | None:
-        """The first checkpoint above ``committed`` that is to be persisted on its own."""
+        """Return the first checkpoint above ``committed`` that is to be persisted on its own."""
         freq = self.persist_freq if self.persist_count else 0
         return ((committed + 1) // freq + 1) * freq - 1 if freq else None
 
     def make_persister(self) -> CheckpointPersister | None:
-        """A persister for one process, if checkpoints are persisted."""
+        """Return a persister for one process, if checkpoints are persisted."""
         if not self.persists:
             return None
         found = self.persister_class
@@ -191,12 +182,10 @@ class Options:
         strategy = self.make_strategy()
         return tuple(strategy.copies_of(manager, topology) for manager in range(self.managers))
 
-    # ---- how they travel ----------------------------------------------------------------------------------
-
     def named(self) -> Options:
-        """The same for other processes: with the persister's class by its name, since not every process needs it, or
-        can import it, and a path that does not depend on where one is. Raises `InvalidArgumentError`: the class cannot
-        be imported by others, or refuses its arguments."""
+        """Return the same for other processes: with the persister's class by its name, since not every process needs
+        it, or can import it, and a path that does not depend on where one is. Raise `InvalidArgumentError` if the class
+        cannot be imported by others, or refuses its arguments."""
         if not self.persists:
             return dataclasses.replace(self, persister_class=None)
         given = self.persister_class
@@ -217,18 +206,13 @@ class Options:
         made.make_persister()  # so that arguments it refuses are refused here
         return made
 
-    def to_fields(self) -> dict[str, Any]:
-        """Return them, `named`, as plain JSON. A strategy of one's own is in `Configuration.holders`."""
-        replication = self.replication if isinstance(self.replication, (str, type(None))) else "ring"
-        return dataclasses.asdict(dataclasses.replace(self, replication=replication))
-
 
 def _is_persister(given: object) -> TypeGuard[type[CheckpointPersister]]:
     return isinstance(given, type) and issubclass(given, CheckpointPersister)
 
 
 def check_checkpoint_id(checkpoint_id: Any, argument: str = "checkpoint_id") -> int:
-    """Return a checkpoint id. Raises `InvalidArgumentError`: it is not an integer from 0 to `MAX_CHECKPOINT_ID`."""
+    """Return a checkpoint id. Raise `InvalidArgumentError` if it is not an integer from 0 to `MAX_CHECKPOINT_ID`."""
     return checked_integer(argument, checkpoint_id, 0, MAX_CHECKPOINT_ID)
 
 
@@ -239,17 +223,13 @@ def next_number(newest: int) -> int:
 
 
 def checked_timeout(timeout: float | None) -> float:
-    """Seconds that calls may take. Raises `InvalidArgumentError`: it is no positive number."""
-    if timeout is None:
-        return DEFAULT_TIMEOUT_S
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 1e6:
-        raise InvalidArgumentError("must be a positive number of seconds, or None", argument="timeout", value=timeout)
-    return float(timeout)
+    """Return the seconds that calls may take. Raise `InvalidArgumentError` if it is no positive number."""
+    return DEFAULT_TIMEOUT_S if timeout is None else min(checked_seconds("timeout", timeout), _LONGEST_S)
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """See the module. The same in every process of a dictionary.
+    """The options of a dictionary, and what all of its processes are told besides.
 
     Attributes:
         dictionary: id, 12 hexadecimal digits.
@@ -271,18 +251,19 @@ class Configuration:
         return self.options.managers
 
     def node_folder(self, manager: int) -> Path:
-        """Base container of a manager, on its node."""
+        """Return the base container of a manager, on its node."""
         return Path(self.base, f"node-{self.options.nodes[manager]}")
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON. Has the secret in it: not for logs, command lines or environments."""
+        # A strategy of one's own is in `holders`.
+        replication = self.options.replication if isinstance(self.options.replication, (str, type(None))) else "ring"
+        options = dataclasses.asdict(dataclasses.replace(self.options, replication=replication))
         its = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        return {**its, "options": self.options.to_fields(), "secret": self.secret.hex()}
+        return {**its, "options": options, "secret": self.secret.hex()}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Configuration:
         """Return what `to_json` was called on. From the creator or an authenticated peer, so trusted as code is."""
-        values = {each.name: fields[each.name] for each in dataclasses.fields(cls)}
-        values["options"] = Options(**values["options"])
-        values["secret"] = bytes.fromhex(values["secret"])
-        return cls(**values)
+        options, secret = Options(**fields["options"]), bytes.fromhex(fields["secret"])
+        return cls(**{**fields, "options": options, "secret": secret})

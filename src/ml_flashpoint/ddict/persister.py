@@ -1,7 +1,4 @@
-"""The places that a dictionary can persist its checkpoints in: a directory, a URL, a dfuse mount of DAOS, or none.
-
-Owns the classes' names and the meaning of their paths. Which checkpoints are persisted, and how, is `persistence`'s.
-"""
+"""The places that a dictionary can persist its checkpoints in. Which checkpoints, and how, is `persistence`'s."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ class CheckpointPersister(ABC):
 
     Args:
         persist_path: the path that the user gave to the dictionary. Its meaning is the class's choice.
-        name: name of the dictionary: one segment of a path, not beginning with a dot. "": ``unnamed``, which all
-            dictionaries without a name share, one at a time.
+        name: name of the dictionary: one segment of a path, not beginning with a dot. "": ``unnamed``.
         managers: number of its managers.
 
     Attributes:
@@ -44,9 +40,6 @@ class CheckpointPersister(ABC):
     """
 
     def __init__(self, persist_path: str = "", *, name: str = "", managers: int = 1) -> None:
-        for argument, value in (("persist_path", persist_path), ("name", name)):
-            if not isinstance(value, str):
-                raise InvalidArgumentError(f"{argument} must be text", argument=argument, value=value)
         self.persist_path, self.name = persist_path, name
         self.managers = checked_integer("managers", managers, 1, MAX_WORLD_SIZE)
         try:
@@ -75,11 +68,7 @@ NULLCheckpointPersister = NullCheckpointPersister
 
 
 class PosixCheckpointPersister(CheckpointPersister):
-    """A directory, which all nodes must see under the same path: a parallel filesystem, NFS.
-
-    Args:
-        persist_path: the directory; made when needed. "": the current one.
-    """
+    """A directory, which all nodes must see under the same path; made when needed. "": the current one."""
 
     @classmethod
     def resolve_path(cls, persist_path: str) -> str:
@@ -96,18 +85,15 @@ class PosixCheckpointPersister(CheckpointPersister):
 
 
 class FsspecCheckpointPersister(CheckpointPersister):
-    """Any URL that fsspec can write to, such as ``s3://bucket/folder``; credentials are fsspec's.
+    """Any URL that fsspec can write to, such as ``s3://bucket/folder``, or a path of this machine.
 
     There are no locks behind a URL: two live dictionaries of one name and URL are not noticed. Their files do not mix,
     but what comes after them sees the checkpoints of only one of them.
-
-    Args:
-        persist_path: the URL. What is no URL is a path of this machine.
     """
 
     @classmethod
     def resolve_path(cls, persist_path: str) -> str:
-        """Return the URL, with an absolute path if it is one of this machine."""
+        """Return the URL, or the absolute path."""
         from ml_flashpoint.stores.location import is_url
 
         return persist_path if is_url(persist_path) else os.path.abspath(persist_path)
@@ -123,14 +109,8 @@ class FsspecCheckpointPersister(CheckpointPersister):
 
 
 class DAOSCheckpointPersister(PosixCheckpointPersister):
-    """A DAOS container of type ``POSIX`` that is mounted with dfuse, on all nodes under the same path.
-
-    Args:
-        persist_path: a directory below the mount; made when needed.
-
-    Raises:
-        DDictPersistError: ``persist_path`` is not on a dfuse mount.
-    """
+    """A directory of a DAOS container of type ``POSIX`` that is mounted with dfuse, on all nodes under the same path.
+    Raises `DDictPersistError` for another directory."""
 
     def __init__(self, persist_path: str = "", *, name: str = "", managers: int = 1) -> None:
         import psutil

@@ -32,7 +32,7 @@ from ml_flashpoint.net.messages import Fields
 _log = logging.getLogger(__name__)
 
 _NEVER_LATE: Final = 1 << 60  # the cut where no manager makes any: what is there is all there is
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
+_RETRIES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 
 class Step(enum.Enum):
@@ -74,10 +74,10 @@ class _Writer:
 
 
 class _Sealed(NamedTuple):
-    """A cut that is committed: its number, and that of each manager's part; none without replication."""
+    """A cut that is committed: its number, and run and step of each manager's part; none without replication."""
 
     cut: int
-    runs: Sequence[int]
+    parts: Sequence[tuple[int, int]]
 
 
 @dataclass(eq=False, slots=True)
@@ -87,8 +87,8 @@ class Wanted:
     checkpoint_id: int
     due: bool  # tried again where that fails, until it works or a later one was tried
     cut: int = -1  # the one that is written
-    pause_s: float = 0.0  # before the next try, if one has failed
-    again_at: float = 0.0
+    tries: int = 0
+    again_at: float = 0.0  # the time of the next try, if one has failed
 
 
 class Rules:
@@ -138,16 +138,14 @@ class Rules:
         if is_held_up:
             return None
         target = self.target()
-        if self.options.snapshots and (target > self.committed or self._is_late(target)):
+        # What is committed is committed again, with what was written there late.
+        is_late = target == self._whole() >= 0 and self._late >= self.cut_of(target)
+        if self.options.snapshots and (target > self.committed or is_late):
             due = self.options.next_due(max(self.committed, -1 if self._restored is None else self._restored[0] - 1))
             self.committing = target if due is None else min(target, due)
             self._called_off = False
             return Step.COMMIT
         return Step.SETTLE if self._to_settle() != self._settled else None
-
-    def _is_late(self, target: int) -> bool:
-        """Return True if what is committed is to be committed again, with what was written there late."""
-        return target == self._whole() >= 0 and self._late >= self.cut_of(target)
 
     def begins(self) -> dict[int, asked.Begin]:
         """Return what managers are told that are to begin the epoch."""
@@ -190,7 +188,7 @@ class Rules:
         """Return True if somebody went back meanwhile, or writes there again."""
         return self._called_off or prepared.epoch != self.epoch
 
-    def commit(self, prepared: asked.Prepare, runs: Sequence[int]) -> bool:
+    def commit(self, prepared: asked.Prepare, parts: Sequence[tuple[int, int]]) -> bool:
         """All managers have a cut, and copies. Return False if it was called off."""
         if self.is_called_off(prepared):
             return False
@@ -198,7 +196,7 @@ class Rules:
         if self._restored is None:
             self._persisted.discard(checkpoint_id)  # what is there lacks late writes
         self._restored = None
-        self._sealed[checkpoint_id] = _Sealed(prepared.cut, runs)
+        self._sealed[checkpoint_id] = _Sealed(prepared.cut, parts)
         if self.options.next_due(checkpoint_id - 1) == checkpoint_id:
             self.persist(checkpoint_id, due=True)
         return True
@@ -293,10 +291,6 @@ class Rules:
         """The newest checkpoint that can be committed now."""
         return max(self.committed, -1 if self._restored is None else self._restored[0], self._whole())
 
-    def _fixed(self) -> int:
-        """The newest checkpoint of which it is settled what is committed: a write there comes too late for it."""
-        return self.committed if self._called_off else max(self.committed, self.committing)
-
     def _behind_of(self, checkpoint_id: int, but: str = "") -> list[str]:
         """Handles that have not moved past a checkpoint, as errors name them."""
         return [
@@ -328,9 +322,10 @@ class Rules:
 
     def sealed_by(self, manager: int) -> list[asked.SealedPart]:
         """Return the snapshots that a manager has of what is committed."""
+        self.check_manager(manager)
         keep = self._keep()
-        sealed = [(at, its) for at, its in self._sealed.items() if its.runs and its.cut in keep]
-        return [asked.SealedPart(its.runs[manager], its.cut, at) for at, its in sealed]
+        sealed = [(at, its) for at, its in self._sealed.items() if its.parts and its.cut in keep]
+        return [asked.SealedPart(*its.parts[manager], its.cut, at) for at, its in sealed]
 
     # ---- epochs -------------------------------------------------------------------------------------------
 
@@ -436,13 +431,17 @@ class Rules:
             self._called_off = self._called_off or position <= self.committing
         return position
 
+    def _hear(self, whose: Whose) -> bool:
+        """Refuse a request of another epoch, or one that comes too late. Return True for the first of a generation."""
+        self.check_epoch(whose.epoch, whose.handle)
+        return self.fence.hear(whose.handle, whose.generation)
+
     def join(self, account: Account) -> Fields:
         """Count a handle as writing, which is about to for the first time, or comes back. One that is known stays
         where it is, as it has moved since this was sent; except where this is the first that is heard of it since a
         request of it was lost. Raises `DDictCheckpointRetiredError`: nobody can write where it is."""
-        handle, position, epoch, generation = account.whose
-        self.check_epoch(epoch, handle)
-        is_first = self.fence.hear(handle, generation)
+        handle, position, epoch, _ = account.whose
+        is_first = self._hear(account.whose)
         if handle not in self.writers or is_first:
             self._reachable(position)
             self._place(handle, account.session, position, epoch)
@@ -452,13 +451,12 @@ class Rules:
     def begin_move(self, account: Account, to: int, *, onwards: bool) -> int:
         """Let a handle want to be at another checkpoint; with ``onwards``, or at the next one that nobody has skipped.
         Return which. Raises `DDictWritesLostError`, told once: what a handle had written that is gone was lost."""
-        handle, _, epoch, generation = account.whose
-        self.check_epoch(epoch, handle)
-        self.fence.hear(handle, generation)
+        handle = account.whose.handle
+        self._hear(account.whose)
         position = self._reachable(to, onwards=onwards)
         self.raise_orphaned()
         if handle not in self.writers:
-            self._place(handle, account.session, position, epoch)
+            self._place(handle, account.session, position, account.whose.epoch)
         self.writers[handle].moving_to = position
         return position
 
@@ -481,11 +479,9 @@ class Rules:
 
     def move(self, account: Account, to: int, *, onwards: bool) -> Fields:
         """Let a handle move that was not kept from it. Return the state, and where it is now, ``position``."""
-        handle, _, epoch, generation = account.whose
-        self.check_epoch(epoch, handle)
-        self.fence.hear(handle, generation)
+        self._hear(account.whose)
         position = self._reachable(to, onwards=onwards)
-        self._place(handle, account.session, position, epoch)
+        self._place(account.whose.handle, account.session, position, account.whose.epoch)
         self._late = max(self._late, account.written.late)
         self._follow()
         return {**self.state(), "position": position}
@@ -523,7 +519,9 @@ class Rules:
         """The process of a session is gone, and so are those of its handles that have not said that they leave: what
         they had open is dropped."""
         del self.processes[session]
-        cut, fixed = self.cut_of(self.committed) if self.options.snapshots else -1, self._fixed()
+        cut = self.cut_of(self.committed) if self.options.snapshots else -1
+        # Up to here it is settled what is committed: a write there comes too late for it.
+        fixed = self.committed if self._called_off else max(self.committed, self.committing)
         for handle, writer in [each for each in self.writers.items() if each[1].session == session]:
             self._go(handle)
             position = writer.position
@@ -586,16 +584,12 @@ class Rules:
                 self.raise_orphaned()
         self.newest = self.committed + 1
 
-    def hear_late(self, account: Account) -> None:
-        """Note what a handle wrote late, which waits for its commit."""
-        self.check_epoch(account.whose.epoch, account.whose.handle)
-        self._late = max(self._late, account.written.late)
-
     def keeps_from_commit(self, account: Account, checkpoint_id: int, *, if_written: bool) -> tuple[int, str] | None:
         """Return what a handle must wait for; None: a checkpoint is committed, and what it wrote late unless it is
         still there. ``if_written``: do not wait where nobody writes, for somebody who may begin to."""
         handle = account.whose.handle
         self.check_epoch(account.whose.epoch, handle)
+        self._late = max(self._late, account.written.late)
         at = self.writers[handle].position if handle in self.writers else self.committed + 1
         is_late = self.options.snapshots and self.cut_of(self.committed) <= account.written.late and at > self.committed
         if self.committed >= checkpoint_id and not is_late:
@@ -635,7 +629,7 @@ class Rules:
         """Have a committed checkpoint persisted, unless it is; at once, as somebody waits."""
         found = next((each for each in self._waiting if each.checkpoint_id == checkpoint_id), None)
         if found is not None:
-            found.due, found.pause_s, found.again_at = found.due or due, 0.0, 0.0
+            found.due, found.again_at = found.due or due, 0.0
         elif checkpoint_id not in self._persisted:
             self._waiting.append(Wanted(checkpoint_id, due))
 
@@ -645,10 +639,6 @@ class Rules:
         if self._persisting is not None:
             self._persisting.cut = self.cut_of(self._persisting.checkpoint_id)
         return self._persisting
-
-    def persists_again_at(self) -> float | None:
-        """Return when something is to be tried again, if anything is."""
-        return min((each.again_at for each in self._waiting), default=None)
 
     def counts(self, wanted: Wanted) -> bool:
         """Return True unless a checkpoint was taken back, or committed again, since an attempt to persist it began."""
@@ -661,19 +651,19 @@ class Rules:
             return
         is_wanted = wanted in self._waiting  # nobody has given it up meanwhile
         self._persist_error = failure
-        self._waiting = [each for each in self._waiting if each is not wanted and not each.pause_s]
+        self._waiting = [each for each in self._waiting if each is not wanted and not each.again_at]
         if failure is None:
             self._persisted.add(wanted.checkpoint_id)
             return
         _log.error("checkpoint %d was not persisted: %s", wanted.checkpoint_id, failure)
         if wanted.due and is_wanted:
-            wanted.pause_s = min(2 * wanted.pause_s, _LONGEST_RETRY_S) or _FIRST_RETRY_S
-            wanted.again_at = now + wanted.pause_s
+            wanted.again_at = now + _RETRIES_S[min(wanted.tries, len(_RETRIES_S) - 1)]
+            wanted.tries += 1
             self._waiting.append(wanted)  # after those that are new: one of them takes its place
 
     def is_to_be_persisted(self, checkpoint_id: int) -> bool:
         """Return True while a checkpoint waits for an attempt. Raise why it could not be persisted."""
-        if any(each.checkpoint_id == checkpoint_id and not each.pause_s for each in self._waiting):
+        if any(each.checkpoint_id == checkpoint_id and not each.again_at for each in self._waiting):
             return True
         if checkpoint_id not in self._persisted:
             raise self._persist_error or DDictPersistError("it was rolled back", checkpoint_id=checkpoint_id)
@@ -681,5 +671,5 @@ class Rules:
 
     def is_persisting(self) -> bool:
         """Return True while anything is to be persisted. What could not be is given up."""
-        self._waiting = [each for each in self._waiting if not each.pause_s]
+        self._waiting = [each for each in self._waiting if not each.again_at]
         return bool(self._waiting or self._persisting)

@@ -28,8 +28,7 @@ from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronA
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, InvalidNameError, UnaskedVersionsError
 from ml_flashpoint.memory.container import BaseContainer
-from tests.support.megatron import Door, TorchDist, without_cuda
-from tests.support.megatron_cases import check_load
+from tests.support.megatron import Door, TorchDist, check_load, without_cuda
 from tests.support.megatron_states import Layout, sharded_state
 from tests.support.tensors import OVERLAPPING
 

@@ -40,7 +40,7 @@ def test_threads_of_a_handle_do_not_lose_what_they_write_while_another_gives_up(
         monkeypatch.setattr(links, "GRACE_S", IMPATIENT_S)
         while not writing.done():
             with contextlib.suppress(DDictTimeoutError, DDictManagerLostError):
-                access.change(1, lambda whose, flags: Clear(whose), deadline=access.deadline(IMPATIENT_S))
+                access.change(1, lambda line, whose, _: line.request(Clear(whose)).fields, access.deadline(IMPATIENT_S))
         writing.result()
     assert written == list(range(300))
 

@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import pickle
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,14 @@ import pytest
 import torch
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
-from ml_flashpoint.ddict.client.keepalive import Keepalive, Standing
 from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.errors import (
     DDictDestroyedError,
     DDictReadOnlyError,
     DDictWritesLostError,
 )
-from ml_flashpoint.ddict.links import Exchange, Links, locator
-from ml_flashpoint.ddict.wire.requests import Abandon, Allocate, Join, Leave, Put, Whose
+from ml_flashpoint.ddict.links import Exchange
+from ml_flashpoint.ddict.wire.requests import Abandon, Allocate, Put, Whose
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
 from tests.ddict.dictionary.support import BIG, WORKING_SET, Make, other
 from tests.support.dictionaries import (
@@ -162,32 +160,6 @@ def test_a_thread_that_moves_a_handle_is_told_that_another_one_detaches_it(
         dictionary.checkpoint()
         with pytest.raises(DDictDestroyedError, match="detached"):
             moving.result(2 * DEADLINE_S)
-
-
-def test_a_handle_that_leaves_while_its_process_joins_again_is_not_joined_again(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    configuration = make()._configuration
-    links = Links(locator(configuration), configuration.secret)
-    keepalive = Keepalive(links)
-    first, second = (Standing(f"{number:016x}", keepalive.id, 0, 0) for number in (1, 2))
-    call, joined = links.call, []
-
-    def leave_meanwhile(manager: int, request: Any, **named: Any) -> Any:
-        if isinstance(request, Join):
-            joined.append(request.account.whose.handle)
-            if joined == [first.handle]:
-                call(manager, Leave(second.account()), **named)
-                del keepalive.standings[second.handle]
-        return call(manager, request, **named)
-
-    monkeypatch.setattr(links, "call", leave_meanwhile)
-    keepalive.standings = {each.handle: each for each in (first, second)}
-    try:
-        keepalive.begin(time.monotonic() + DEADLINE_S)
-        assert joined == [first.handle, second.handle]
-    finally:
-        keepalive.close()
 
 
 @pytest.mark.parametrize("leave", ["detach", "forget"])

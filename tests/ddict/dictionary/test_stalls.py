@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ml_flashpoint.ddict import DDict, links
-from ml_flashpoint.ddict.client import keepalive
+from ml_flashpoint.ddict.client import session
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
 from tests.support.dictionaries import DEADLINE_S, Created
 from tests.support.processes import suspend
@@ -22,7 +22,7 @@ PATIENT_S = 600.0
 def test_a_creator_that_is_stopped_costs_no_writer_its_open_step(
     creator: Created, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keepalive, "_WATCH_S", WATCH_S)
+    monkeypatch.setattr(session, "_WATCH_S", WATCH_S)
     writer = DDict.attach(creator.serialized, timeout=DEADLINE_S)
     writer.checkpoint_id = 1
     writer["open"] = 1

@@ -1,8 +1,6 @@
-"""A handle of a dictionary: what it knows, its requests, its keys and its checkpoints.
+"""A handle of a dictionary: its requests, its keys and values, its checkpoints, and the small writes that it collects.
 
-Owns the checkpoint and the epoch that a handle is at, whether it counts as writing, which manager a key goes to, how
-values get to managers and back, and the small writes that are collected and sent together. `DDict` is a mapping on top
-of this. What of a handle's writes can be lost is `keepalive.Standing`'s.
+`DDict` is a mapping on top of this. What of a handle's writes can be lost is `session.Standing`'s.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ml_flashpoint.ddict.client import values
-from ml_flashpoint.ddict.client.keepalive import Client, Standing, await_leaves, client_of
+from ml_flashpoint.ddict.client.session import Client, Standing, client_of, end_sessions
 from ml_flashpoint.ddict.errors import (
     REQUESTS,
     DDictDestroyedError,
@@ -68,20 +66,21 @@ class Handle:
     def __init__(self, configuration: Configuration, checkpoint_id: int, epoch: int, only: int | None) -> None:
         self.configuration = configuration
         self.only = only
+        self.managers = list(range(configuration.managers)) if only is None else [only]  # that have its keys
         self.timeout_s = checked_timeout(configuration.options.timeout)
         self._begin(checkpoint_id, epoch)
         _handles.add(self)
 
     def _begin(self, checkpoint_id: int, epoch: int) -> None:
         self.client: Client = client_of(self.configuration)
-        self.standing = Standing(secrets.token_hex(8), self.client.keepalive.id, checkpoint_id, epoch)
+        self.standing = Standing(secrets.token_hex(8), self.client.session.id, checkpoint_id, epoch)
         self._moving = threading.Lock()  # for as long as a move takes
         self.closed = False
         self._finalizer = weakref.finalize(self, _forget_handle, self.client, os.getpid(), self.standing)
         self._finalizer.atexit = False
 
     def deadline(self, timeout_s: float | None = None) -> float:
-        """Return when a call that begins now must end. Raises `DDictDestroyedError`: the handle is of no more use."""
+        """Return when a call that begins now must end. Raise `DDictDestroyedError` if the handle was detached."""
         if self.closed:
             raise DDictDestroyedError("the dictionary was destroyed, or this handle detached")
         return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
@@ -108,38 +107,31 @@ class Handle:
             DDictManagerLostError: the manager was away all the time.
             DDictTimeoutError: it did not answer in time, or something was always faster.
         """
-        standing, whose = self.standing, Whose("", -1, -1, -1)
+        standing = self.standing
 
-        def before() -> None:
+        def action(exchange: Exchange) -> _Result:
+            whose = standing.whose(writes=prepare is not None)
+            try:
+                return request(exchange, whose)
+            finally:
+                if exchange.is_broken:
+                    standing.give_up(whose.generation)
+
+        while True:
             if prepare is not None:
                 prepare()
             standing.tell()
-
-        def action(exchange: Exchange) -> _Result:
-            nonlocal whose
-            whose = standing.whose(writes=prepare is not None)
-            return request(exchange, whose)
-
-        def refused(error: FlashpointError) -> None:
-            if isinstance(error, StaleEpochError):
-                self._catch_up(whose.epoch, error, deadline)
-            elif not isinstance(error, (StaleRequestError, StaleValueError)):
-                raise error
-            elif isinstance(error, StaleRequestError) and self.closed:  # nothing comes after its leave
-                raise DDictDestroyedError("this handle was detached") from error
-            elif time.monotonic() >= deadline:
-                why = "the value, its manager, or other threads of this handle were always faster"
-                raise DDictTimeoutError(why, manager=manager) from error
-
-        return self.client.links.attempt(
-            manager,
-            action,
-            deadline=deadline,
-            again=again,
-            before=before,
-            on_break=lambda: standing.give_up(whose.generation),
-            on_refusal=refused,
-        )
+            epoch = standing.epoch
+            try:
+                return self.client.links.attempt(manager, action, deadline=deadline, again=again)
+            except StaleEpochError as error:
+                self._catch_up(epoch, error, deadline)
+            except (StaleRequestError, StaleValueError) as error:
+                if self.closed:  # nothing comes after its leave
+                    raise DDictDestroyedError("this handle was detached") from error
+                if time.monotonic() >= deadline:
+                    why = "the value, its manager, or other threads of this handle were always faster"
+                    raise DDictTimeoutError(why, manager=manager) from error
 
     def _catch_up(self, epoch: int, error: StaleEpochError, deadline: float) -> None:
         standing = self.standing
@@ -191,39 +183,32 @@ class Handle:
             raise DDictReadOnlyError("the dictionary was made with read_only=True")
 
     def change(
-        self, manager: int, make: Callable[[Whose, int], Request], *blobs: bytes, again: bool = False, deadline: float
-    ) -> dict[str, Any]:
-        """Have one manager change a key, or all of its keys. ``make``: makes the request, given whose it is, and flags.
-        ``again``: it may be made twice, where nobody knows whether it was done."""
-
-        def request(exchange: Exchange, whose: Whose, flags: int) -> dict[str, Any]:
-            return exchange.request(make(whose, flags), *blobs).fields
-
-        answer = self._change(manager, request, deadline, again=again)
-        for other in self.others(manager, answer):
-            with contextlib.suppress(DDictKeyError):
-                self._change(other, request, deadline, again=again, flags=BROADCAST)
-        return answer
-
-    def delete(self, manager: int, key: bytes, expected: int, deadline: float) -> dict[str, Any]:
-        """Delete a key, if its entry has this number; -1: in any case. ``ok`` in the answer: it was."""
-
-        def make(whose: Whose, flags: int) -> asked.Delete:
-            expects = -1 if flags & BROADCAST else expected  # entries elsewhere have other numbers
-            return asked.Delete(whose, flags, expects)
-
-        return self.change(manager, make, key, deadline=deadline)
-
-    def _change(
         self,
         manager: int,
-        request: Callable[[Exchange, Whose, int], _Result],
+        request: Callable[[Exchange, Whose, int], dict[str, Any]],
+        deadline: float,
+        *,
+        again: bool = False,
+        flags: int = 0,
+    ) -> dict[str, Any]:
+        """Have one manager change a key, or all of its keys; and all others, where `bput` wrote the key. ``request``:
+        makes the change, given whose it is, and flags. ``again``: it may be made twice, where nobody knows whether it
+        was done."""
+        answer = self._change_at(manager, request, deadline, again=again, flags=flags)
+        for other in self.others(manager, answer):
+            with contextlib.suppress(DDictKeyError):
+                self._change_at(other, request, deadline, again=again, flags=flags | BROADCAST)
+        return answer
+
+    def _change_at(
+        self,
+        manager: int,
+        request: Callable[[Exchange, Whose, int], dict[str, Any]],
         deadline: float,
         *,
         again: bool,
-        flags: int = 0,
-    ) -> _Result:
-        """Write at one manager."""
+        flags: int,
+    ) -> dict[str, Any]:
         standing, flags = self.standing, flags | (0 if self.only is None else DIRECT)
         at, epoch = -1, standing.epoch
         self.check_writable()
@@ -236,7 +221,7 @@ class Handle:
                 with self._turn(deadline):
                     self._finish_rollback(deadline)
 
-        def write(exchange: Exchange, whose: Whose) -> _Result:
+        def write(exchange: Exchange, whose: Whose) -> dict[str, Any]:
             nonlocal at, epoch
             at, epoch = whose.checkpoint_id, whose.epoch
             result = request(exchange, whose, flags)
@@ -249,12 +234,32 @@ class Handle:
             standing.wrote(Written(at), epoch)  # nobody knows
             raise
 
+    def others(self, manager: int, answer: dict[str, Any]) -> list[int]:
+        """Return the managers at which a change is to be made, too, since `bput` wrote the key that it was made to."""
+        return [each for each in self.managers if each != manager] if answer.get("b") else []
+
     # ---- one key ------------------------------------------------------------------------------------------
+
+    @property
+    def local(self) -> list[int]:
+        """The managers of this handle's keys that are on this node."""
+        return [manager for manager in self.managers if self.client.is_local(manager)]
+
+    def located(self, key: Hashable) -> tuple[int, bytes]:
+        """Return the manager that has a key, or would, and the key as it knows it."""
+        encoded = encode_key(key)
+        return place(encoded, self.configuration.managers) if self.only is None else self.only, encoded
 
     def get(self, manager: int, key: bytes, *, deadline: float, copy: bool = False, wait: bool = False) -> Found:
         """Read a key at one manager; ``wait``: for the key to be written, if the dictionary does."""
+
+        def request(exchange: Exchange, whose: Whose) -> Found:
+            # A manager elsewhere, which it may be since a moment ago, sends large values along.
+            answer = exchange.request(asked.Get(whose, wait, remote=not exchange.local), key)
+            return _found(answer.fields, answer.blobs, copy)
+
         try:
-            return self._get(manager, key, deadline=deadline, copy=copy, wait=wait)
+            return self.call(manager, request, deadline)
         except FlashpointError:
             raise
         except Exception as error:  # whatever unpickling raises
@@ -264,66 +269,42 @@ class Handle:
                 hint="its class must be importable in this process, too",
             ) from error
 
-    def _get(self, manager: int, key: bytes, *, deadline: float, copy: bool = False, wait: bool = False) -> Found:
-        def request(exchange: Exchange, whose: Whose) -> Found:
-            # A manager elsewhere, which it may be since a moment ago, sends large values along.
-            answer = exchange.request(asked.Get(whose, wait, remote=not exchange.local), key)
-            return _found(answer.fields, answer.blobs, copy)
-
-        return self.call(manager, request, deadline)
-
     def write(
         self, manager: int, key: bytes, encoded: values.Encoded, flags: int = 0, *, expected: int = -1, deadline: float
     ) -> bool:
-        """Write a key at one manager. Returns false if ``expected`` is not the number of the key's entry (0: none)."""
+        """Write a key at one manager. Return False if ``expected`` is not the number of the key's entry (0: none)."""
 
         def put(exchange: Exchange, whose: Whose, flags: int) -> dict[str, Any]:
-            told = asked.Put(whose, flags, "", expected)
+            told = asked.Put(whose, flags, "", -1 if flags & BROADCAST else expected)
             if encoded.inline:
                 return exchange.request(told, key, values.to_inline(encoded)).fields
             return self._put_large(exchange, key, encoded, told)
 
         again = expected < 0  # a conditional write that was done would fail the second time
-        done = self._change(manager, put, deadline, again=again, flags=flags)
-        for other in self.others(manager, done):
-            self.write(other, key, encoded, flags | BROADCAST, deadline=deadline)
-        return bool(done["ok"])
-
-    def others(self, manager: int, answer: dict[str, Any]) -> list[int]:
-        """Return the managers at which a change is to be made, too, since `bput` wrote the key that it was made to."""
-        return [each for each in self.managers if each != manager] if answer.get("b") else []
-
-    @property
-    def managers(self) -> list[int]:
-        """Managers that have this handle's keys."""
-        return list(range(self.configuration.managers)) if self.only is None else [self.only]
-
-    @property
-    def local(self) -> list[int]:
-        """The managers of these on this node."""
-        return [manager for manager in self.managers if self.client.is_local(manager)]
-
-    def located(self, key: Hashable) -> tuple[int, bytes]:
-        """Return the manager that has a key, or would, and the key as it knows it."""
-        encoded = encode_key(key)
-        return place(encoded, self.configuration.managers) if self.only is None else self.only, encoded
+        return bool(self.change(manager, put, deadline, again=again, flags=flags)["ok"])
 
     def _put_large(self, exchange: Exchange, key: bytes, encoded: values.Encoded, told: asked.Put) -> dict[str, Any]:
-        size = values.object_size(encoded)
-        reserved = exchange.request(asked.Allocate(told.whose, size), key).fields
-        value_id = reserved["v"]
-        told = told._replace(value_id=value_id)
+        reserved = exchange.request(asked.Allocate(told.whose, values.object_size(encoded)), key).fields
+        told = told._replace(value_id=reserved["v"])
         try:
             if not exchange.local:
-                blobs = values.object_blobs(encoded, value_id)
-                return exchange.request(told, key, *blobs).fields
-            with self.client.writer.writing(reserved["path"], value_id) as write:
+                return exchange.request(told, key, *values.object_blobs(encoded, told.value_id)).fields
+            with self.client.writer.writing(reserved["path"], told.value_id) as write:
                 write(encoded)
                 return exchange.request(told, key).fields
         except BaseException:
             with contextlib.suppress(FlashpointError):  # when the connection is gone, the manager knows
-                exchange.request(asked.Abandon(value_id))
+                exchange.request(asked.Abandon(told.value_id))
             raise
+
+    def delete(self, manager: int, key: bytes, expected: int, deadline: float) -> dict[str, Any]:
+        """Delete a key, if its entry has this number; -1: in any case. ``ok`` in the answer: it was."""
+
+        def request(exchange: Exchange, whose: Whose, flags: int) -> dict[str, Any]:
+            its = -1 if flags & BROADCAST else expected  # others have other numbers
+            return exchange.request(asked.Delete(whose, flags, its), key).fields
+
+        return self.change(manager, request, deadline)
 
     # ---- many keys ----------------------------------------------------------------------------------------
 
@@ -340,22 +321,18 @@ class Handle:
 
     def count(self, managers: Iterable[int], deadline: float) -> int:
         """Return the number of keys of these managers."""
-
-        def ask() -> int:
-            return sum(int(self._ask_keys(each, deadline, count=True).fields["n"]) for each in managers)
-
-        return self.in_one_epoch(ask, deadline)
+        counts = self.in_one_epoch(
+            lambda: [int(self._ask_keys(each, deadline, count=True).fields["n"]) for each in managers], deadline
+        )
+        return sum(counts)
 
     def items(self, managers: Iterable[int], deadline: float) -> list[tuple[Any, Any]]:
         """Keys and values of these managers, all of one epoch."""
-
-        def ask() -> list[tuple[Any, Any]]:
-            return [item for some in self._items(self._keys(managers, deadline), lambda: deadline) for item in some]
-
-        return self.in_one_epoch(ask, deadline)
+        parts = self.in_one_epoch(lambda: list(self._items(self._keys(managers, deadline), lambda: deadline)), deadline)
+        return list(itertools.chain.from_iterable(parts))
 
     def each_item(self, managers: Iterable[int]) -> Iterator[tuple[Any, Any]]:
-        """The same, some hundred at a time. Raises `DDictError`: another epoch has begun meanwhile."""
+        """The same, some hundred at a time. Raise `DDictError` if another epoch has begun meanwhile."""
         deadline = self.deadline()
         epoch, keys = self.in_one_epoch(lambda: (self.standing.epoch, self._keys(managers, deadline)), deadline)
         for some in self._items(keys, self.deadline):
@@ -386,10 +363,12 @@ class Handle:
             try:
                 if error is not None:
                     raise REQUESTS.rebuild(error)
+                value = _found(own, its, copy=False).value
+            except StaleValueError:  # it was written anew between the answer and the look at it
                 try:
-                    value = _found(own, its, copy=False).value
-                except StaleValueError:  # it was written anew between the answer and the look at it
-                    value = self._get(manager, key, deadline=deadline).value
+                    value = self.get(manager, key, deadline=deadline).value
+                except DDictKeyError:
+                    continue
             except DDictKeyError:
                 continue  # deleted in between
             except FlashpointError:
@@ -399,18 +378,18 @@ class Handle:
             items.append((readable_key(key), value))
         return items
 
+    # ---- checkpoints --------------------------------------------------------------------------------------
+
     def _join(self, deadline: float) -> None:
         with self._turn(deadline):
             if self.standing.astray or not self.standing.joined:
                 # The session must not keep the handle: when it is forgotten, it has left.
-                self.client.keepalive.begin(deadline)
+                self.client.session.begin(deadline)
                 with self._going_astray():
                     self.order(asked.Join, deadline)
                 self.standing.joined = True
-                self.client.keepalive.standings[self.standing.handle] = self.standing
+                self.client.session.standings[self.standing.handle] = self.standing
                 _leave_at_exit()
-
-    # ---- checkpoints --------------------------------------------------------------------------------------
 
     def move(self, checkpoint_id: int, deadline: float, *, onwards: bool = False) -> None:
         """Go to another checkpoint; with ``onwards``, or to the next one that nobody has skipped."""
@@ -501,14 +480,10 @@ class Handle:
             is_answer = standing.lost is not None and standing.untold is None  # to what it was told
             state = self.order(lambda account: asked.Newest(account.whose.epoch), deadline)
             to = max(0, int(state["committed"]))
-            if is_answer or standing.going_back is not None or standing.wrote_above(to):
+            if is_answer or standing.going_back is not None or standing.written.checkpoint > to:
                 self._go_back(Back(to, onwards=True), deadline)
             else:
                 self._move(to, deadline)
-
-    def restored(self, checkpoint_id: int, state: dict[str, Any]) -> None:
-        """Go to a checkpoint that was restored: all managers hold that, and nothing else."""
-        self.standing.went_back(checkpoint_id, state)
 
     @contextlib.contextmanager
     def _turn(self, deadline: float) -> Iterator[None]:
@@ -534,9 +509,9 @@ class Handle:
         if self.standing.is_known:
             try:
                 self.client.links.call(COORDINATOR, asked.Leave(self.standing.account()), deadline=deadline)
-                self.client.keepalive.standings.pop(self.standing.handle, None)
+                self.client.session.standings.pop(self.standing.handle, None)
             except FlashpointError:
-                self.client.keepalive.forget(self.standing)
+                self.client.session.forget(self.standing)
 
 
 def _found(fields: dict[str, Any], blobs: Sequence[bytes], copy: bool) -> Found:
@@ -595,20 +570,22 @@ class Batch:
 
     def _put(self, manager: int, items: list[tuple[bytes, bytes]], deadline: float, flags: int = 0) -> list[Any]:
         blobs = [part for item in items for part in item]
-        answer = self._access.change(
-            manager, lambda whose, its: asked.PutMany(whose, its | flags), *blobs, again=True, deadline=deadline
-        )
-        for error, _, _ in answer["outcomes"]:
+
+        def request(exchange: Exchange, whose: Whose, flags: int) -> dict[str, Any]:
+            return exchange.request(asked.PutMany(whose, flags), *blobs).fields
+
+        answer = self._access.change(manager, request, deadline, again=True, flags=flags)
+        outcomes: list[Any] = answer["outcomes"]
+        for error, _, _ in outcomes:
             if error is not None:
                 raise REQUESTS.rebuild(error)
-        outcomes: list[Any] = answer["outcomes"]
         return outcomes
 
 
 def _forget_handle(client: Client, pid: int, standing: Standing) -> None:
     """A handle was garbage collected: it holds up no commits any more."""
     if pid == os.getpid() and standing.is_known:
-        client.keepalive.forget(standing)
+        client.session.forget(standing)
 
 
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
@@ -632,7 +609,7 @@ def _leave_all() -> None:
         if not handle.closed and (handle.standing.joined or handle.standing.going_back is not None):
             with contextlib.suppress(Exception):  # whatever it says, the process ends
                 handle.detach(deadline)
-    await_leaves(deadline)
+    end_sessions(deadline)
 
 
 def _after_fork() -> None:

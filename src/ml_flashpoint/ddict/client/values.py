@@ -2,10 +2,8 @@
 
 Tensors and arrays never pass through pickle, also those inside other objects. What is left of a value does, by
 cloudpickle; only clients unpickle, and only what other clients, which know the secret of the dictionary, have written.
-
-What comes back is what was put, with these differences: a tensor is on the CPU, contiguous, and does not require a
-gradient; an array is in C order. Tensors, or arrays, that are the same view of the same memory come back as one; others
-that overlap come back apart. Subclasses of tensors and arrays are pickled in their own way.
+A tensor comes back on the CPU, contiguous, and without requiring a gradient; an array in C order. Those that are the
+same view of the same memory come back as one. Subclasses of tensors and arrays are pickled in their own way.
 
 A value is one of::
 
@@ -18,14 +16,13 @@ A value is one of::
 
 A large one is of the last kind, and lies in a slot after its header; see `store`. The lock (flock) of a view lives
 exactly as long as its mapping: `mmap` keeps a duplicate of the file descriptor, which refers to the same open file, and
-a lock belongs to that. So a slot is not reused while a tensor or array that was got from it, or anything that shares
-its memory, is alive in this process, or in one that was forked from it.
+a lock belongs to that. So a slot is not reused while anything that shares the memory of a view is alive in this
+process, or in one that was forked from it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import io
@@ -255,15 +252,15 @@ def to_inline(encoded: Encoded) -> bytes:
         return encoded.pickled
     if not encoded.tensors:
         return b"p" + encoded.pickled
-    return b"".join(_pieces(encoded, _layout(encoded), _raw))
+    return b"".join(_pieces(encoded, _layout(encoded)))
 
 
-def _pieces(encoded: Encoded, layout: _Layout, raw: Callable[[torch.Tensor], Any]) -> list[Any]:
+def _pieces(encoded: Encoded, layout: _Layout) -> list[Any]:
     """Return buffers that follow one another."""
     pieces: list[Any] = [layout.head + encoded.pickled]
     at = len(pieces[0])
     for begin, tensor in zip(layout.begins, encoded.tensors, strict=True):
-        pieces += [bytes(begin - at), raw(tensor)]
+        pieces += [bytes(begin - at), tensor_octets(tensor).data]
         at = begin + tensor.nbytes
     return pieces
 
@@ -298,7 +295,7 @@ def object_blobs(encoded: Encoded, value_id: str) -> list[memoryview]:
     """Return what `write_object` would write, as buffers that follow one another, for a client on another node. The
     first one has the header, to be written last."""
     layout = _layout(encoded)
-    first, *rest = _pieces(encoded, layout, lambda tensor: tensor_octets(tensor).data)
+    first, *rest = _pieces(encoded, layout)
     if len(rest) > _MOST_BLOBS:
         rest = [b"".join(rest)]
     first = slot_header(value_id, VALUE_AT + layout.size) + first
@@ -312,12 +309,6 @@ def tensor_octets(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     if not tensor.numel():
         return np.empty(0, np.uint8)
     return octets_of(tensor)
-
-
-def _raw(tensor: torch.Tensor) -> bytes:
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-    return tensor_octets(tensor).tobytes()
 
 
 # ---- putting together -------------------------------------------------------------------------------------------
@@ -445,31 +436,31 @@ class ValueWriter:
 
     @contextlib.contextmanager
     def writing(self, path: str, value_id: str) -> Iterator[Callable[[Encoded], int]]:
-        """A function that copies a value into the slot that was allocated to it, and returns the bytes of the
+        """Yield a function that copies a value into the slot that was allocated to it, and returns the bytes of the
         object."""
-        with self._lock:  # taken out while in use, so that no other thread forgets it meanwhile
-            slot = self._kept.pop(path, None)
-        is_good = False
+        fd = _with_many_files(lambda: _lock_shared(path, os.O_RDWR, value_id))
         try:
-            fd = _with_many_files(lambda: _lock_shared(path, os.O_RDWR, value_id))
+            slot = self._taken(path, os.fstat(fd), value_id)
             try:
-                stat = os.fstat(fd)
-                if slot is not None and (slot.inode != stat.st_ino or slot.size != stat.st_size):
-                    slot.close()
-                    slot = None
-                if slot is None:
-                    # Now and not later: memory of files that are gone is only given back with their mappings.
-                    self._forget(lambda path, slot: not _is_at(path, slot))
-                    slot = _with_many_files(lambda: _map(path, stat, value_id))
                 if not has_token(slot, value_id):
                     raise StaleValueError(f"the slot is not kept for value {value_id} any more", path=path)
-                is_good = True
                 yield partial(_write, slot, value_id)
             finally:
-                os.close(fd)
+                self._keep(path, slot)
         finally:
-            if slot is not None:
-                self._keep(path, slot) if is_good else slot.close()
+            os.close(fd)
+
+    def _taken(self, path: str, locked: os.stat_result, value_id: str) -> Slot:
+        """Return the mapping of a slot; no other thread forgets it before it is kept again."""
+        with self._lock:
+            slot = self._kept.pop(path, None)
+        if slot is not None and (slot.inode, slot.size) == (locked.st_ino, locked.st_size):
+            return slot
+        if slot is not None:
+            slot.close()
+        # Now and not later: memory of files that are gone is only given back with their mappings.
+        self._forget(lambda path, slot: not _is_at(path, slot))
+        return _with_many_files(lambda: _map(path, locked, value_id))
 
     def _keep(self, path: str, slot: Slot) -> None:
         with self._lock:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -25,23 +25,21 @@ from ml_flashpoint.ddict.errors import (
     DDictFullError,
     DDictKeyError,
     DDictManagerLostError,
-    DDictPersistError,
     DDictReadOnlyError,
     DDictTimeoutError,
     StaleEpochError,
     StaleRequestError,
 )
 from ml_flashpoint.ddict.links import Links, allow_many_files, locator
+from ml_flashpoint.ddict.manager.cuts import Cuts
 from ml_flashpoint.ddict.manager.parts import PersistedParts
 from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, ENTRY_BYTES, Entry, InlineValue, Shard, Value
-from ml_flashpoint.ddict.manager.snapshots import Snapshots
 from ml_flashpoint.ddict.manager.store import (
     PartStore,
     ValueSlots,
     in_pieces,
     inline_number,
     number_to_inline,
-    part_id,
 )
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.wire import requests as asked
@@ -50,7 +48,6 @@ from ml_flashpoint.ddict.wire.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.ddict.wire.requests import Request, Result, SealedPart, Whose
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
-from ml_flashpoint.net.client import Address
 from ml_flashpoint.net.messages import Fields
 from ml_flashpoint.net.server import Peer, RequestServer
 from ml_flashpoint.stores.durable import version_of
@@ -66,29 +63,12 @@ _LOOK_S = 1.0
 _RETURN_S = 60.0
 
 
-class _Cut(NamedTuple):
-    """A cut, and the checkpoint that it is of."""
-
-    number: int
-    checkpoint_id: int
-
-
-_NO_CUT = _Cut(0, -1)
-
-
 class _Discarded(NamedTuple):
-    """The last that was said of a handle that went back, or whose process was killed."""
+    """The last that was said of a handle that went back, or whose process was killed (``dead``)."""
 
     epoch: int
     number: int
-    dead: bool = False  # whether its process was killed
-
-
-class _Prepared(NamedTuple):
-    """The part of a cut that this manager has."""
-
-    checkpoint_id: int
-    entries: list[Entry]
+    dead: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -117,43 +97,40 @@ class Manager:
         allow_many_files()
         self.configuration = configuration = Configuration.from_json(config["configuration"])
         self.number = number = int(config["manager"])
-        self.rules = configuration.options
+        self.rules, host = configuration.options, config.get("host")
         self.place = config.get("place") or str(self.rules.nodes[number])
         self.incarnation = str(config["incarnation"])
         self.changed = threading.Condition(threading.RLock())
         self.waiting = 0
-        self.frozen = False
+        self.frozen, self._frozen_by = False, 0  # by the request of this number
         self.ended = threading.Event()
         self.links = Links(locator(configuration, config.get("place")), configuration.secret)
         self._restarted = config.get("restarted") is True
         self.epoch = -1 if self._restarted else 0
         self.fence = Fence()
         self._discarded: dict[str, _Discarded] = {}
-        self._frozen_by = 0  # number of the request that `frozen` is of
         self._begun = threading.Lock()
         self.store = PartStore(configuration.node_folder(number), number, configuration.managers)
         self.slots = ValueSlots(self.store, self.incarnation, limit_bytes=self.rules.limit_bytes)
         self.shard = Shard(is_final=not self.rules.snapshots)
-        self.snapshots = Snapshots(
-            self.store,
-            nodes=[f"node-{node}" for node in self.rules.nodes],
-            holders=configuration.holders,
-            secret=configuration.secret,
-            ask=self._ask_peer,
-            values=self.slots,
-            host=config.get("host") or "127.0.0.1",
-        )
-        self._kept: dict[int, _Prepared] = {}  # by the number of the cut
+        self.cuts = Cuts(self.store, self.slots, configuration, self._ask_peer, host or "127.0.0.1")
         self._settled = 0  # the newest cut that is known to be committed
-        self._cut = _NO_CUT  # the newest that was prepared, or that this epoch began with
+        self._cut, self._cut_at = (
+            0,
+            -1,
+        )  # the newest cut that was prepared, or that this epoch began with; its checkpoint
         self.parts = PersistedParts(configuration, number, self.slots)
         self._ready = threading.Event()  # requests may come before
         self._lost: DDictManagerLostError | None = None
         self._failures: dict[int, FlashpointError] = {}
-        unix_path, host = str(Path(configuration.base, f"m-{number}.sock")), config.get("host")
+        unix_path = str(Path(configuration.base, f"m-{number}.sock"))
         try:
             self._server = RequestServer(configuration.secret, self, REQUESTS, unix_path=unix_path, tcp_host=host)
-            self._begin_at(self._server.addresses)
+            if self._restarted:
+                threading.Thread(target=self._return, name="ddict-return", daemon=True).start()
+            else:
+                self._say_where(time.monotonic() + _RETURN_S)
+                self._ready.set()
         except BaseException:
             self._end()
             raise
@@ -170,8 +147,8 @@ class Manager:
         found = _OPERATIONS.get(type(request))
         if found is None:
             raise ProtocolError(f"a manager has no operation {operation!a}")
-        if not self.is_ready and type(request) not in _AT_ANY_TIME:
-            self.wait_until_ready(deadline)
+        if type(request) not in _AT_ANY_TIME:
+            self._wait_until_ready(deadline)
         try:
             answer = found(_Call(self, session, blobs, deadline), request)
             return answer if isinstance(answer, tuple) else (answer or {}, ())
@@ -187,31 +164,23 @@ class Manager:
 
     # ---- life ---------------------------------------------------------------------------------------------
 
-    def _begin_at(self, addresses: Sequence[Address]) -> None:
-        """Begin, reached at these addresses."""
-        if self._restarted:
-            threading.Thread(target=self._return, args=(addresses,), name="ddict-return", daemon=True).start()
-        else:
-            self._say_where(addresses, time.monotonic() + _RETURN_S)
-            self._ready.set()
-
-    def _say_where(self, addresses: Sequence[Address], deadline: float) -> None:
+    def _say_where(self, deadline: float) -> None:
         """Say where this is to the coordinator, which tells all others: on Ray managers can be anywhere."""
-        if len(addresses) > 1:
-            (_, unix), (_, host, port) = addresses  # type: ignore[misc]
+        if len(self._server.addresses) > 1:
+            (_, unix), (_, host, port) = self._server.addresses  # type: ignore[misc]
             self.links.call(COORDINATOR, asked.Here(self.number, self.place, unix, host, port), deadline=deadline)
 
-    def _return(self, addresses: Sequence[Address]) -> None:
+    def _return(self) -> None:
         """Have what the manager before this one had sealed, and an epoch begin; and then copies again where its death
         has cost some: its own at those who hold them, if they were away too, and here those of others."""
         deadline = time.monotonic() + _RETURN_S
         try:
-            self._say_where(addresses, deadline)
+            self._say_where(deadline)
             if not self.rules.replicated:
                 raise DDictManagerLostError("without replication its values are gone")
             with self._begun:
                 told = self.links.call(COORDINATOR, asked.SealedBy(self.number), deadline=deadline)
-                self._recover([SealedPart(*each) for each in told.fields["sealed"]])
+                self._failures = self.cuts.recover([SealedPart(*each) for each in told.fields["sealed"]])
             returned = asked.Returned(self.number, self.incarnation)
             self.links.call(COORDINATOR, returned, deadline=time.monotonic() + _RETURN_S)
         except Exception as error:  # lost with its thread, it would leave every client waiting
@@ -220,8 +189,8 @@ class Manager:
         self._ready.wait()
         if self._lost is None:
             _log.warning("manager %d is back", self.number)
-            self.replicate()
-            for owner in self.snapshots.held:
+            self._replicate()
+            for owner in self.cuts.held:
                 try:
                     self._ask_peer(owner, asked.Replicate())
                 except FlashpointError as error:
@@ -249,54 +218,48 @@ class Manager:
     def _end(self) -> None:
         self.ended.set()
         self.links.close()
-        self.snapshots.close()
+        self.cuts.close()
         self.store.close()
 
-    @property
-    def is_ready(self) -> bool:
-        """True if this manager has what it is to have."""
-        return self._ready.is_set() and self._lost is None
-
-    def wait_until_ready(self, deadline: float) -> None:
+    def _wait_until_ready(self, deadline: float) -> None:
         """Wait until this manager has what it is to have. Raises `DDictManagerLostError`: it has not, or never will."""
-        if not self._ready.wait(max(0.0, deadline - time.monotonic())):
+        if not self._ready.is_set() and not self._ready.wait(max(0.0, deadline - time.monotonic())):
             raise DDictManagerLostError("the manager has not begun yet", manager=self.number)
         if self._lost is not None:
             raise self._lost
 
-    def replicate(self) -> None:
+    def _replicate(self) -> None:
         """Push what holders lack of the snapshots here."""
         try:
-            self.snapshots.replicate(seal_deadline_s())
+            self.cuts.replicate(seal_deadline_s())
         except FlashpointError as error:
             _log.warning("copies of manager %d are not complete yet: %s", self.number, error)
 
     def replicate_later(self) -> None:
-        """The same; a holder came back, perhaps without its copies, and does not wait for them."""
-        threading.Thread(target=self.replicate, name="ddict-replicate", daemon=True).start()
+        """Push what holders lack: one came back, perhaps without its copies, and does not wait for them."""
+        threading.Thread(target=self._replicate, name="ddict-replicate", daemon=True).start()
 
     def hello(self) -> Fields:
-        """Return who this is, and where peers reach it."""
-        return {"manager": self.number, "transfers": self.snapshots.address}
+        """See `Hello`."""
+        return {"manager": self.number, "transfers": self.cuts.address, "incarnation": self.incarnation}
 
     def stats(self) -> Fields:
         """Return what `ManagerStats` is made of."""
         with self.changed:
+            sealed = {cut.checkpoint_id for cut in self.cuts.table.values() if cut.part is not None}
             return {
                 "keys": len(self.shard),
                 "used_bytes": self.used_bytes,
                 "oldest": self.shard.oldest,
-                "sealed": sorted(
-                    {self._kept[cut].checkpoint_id for cut in self.snapshots.sealed() if cut in self._kept}
-                ),
+                "sealed": sorted(sealed),
                 "frozen": self.frozen,
-                "holders": self.snapshots.holders,
-                "copies": self.snapshots.copied_to(),
+                "holders": self.cuts.holders,
+                "copies": self.cuts.copied_to(),
                 "place": self.place,
             }
 
     def freeze(self, frozen: bool, number: int) -> None:
-        """Refuse writes, or take them again. ``number``: higher in later requests, which may overtake earlier ones."""
+        """See `Freeze`."""
         with self.changed:
             if number >= self._frozen_by:
                 self.frozen, self._frozen_by = frozen, number
@@ -314,17 +277,21 @@ class Manager:
     def put(self, entry: Entry) -> None:
         """Add an entry for which there is room; under the lock."""
         self.shard.put(entry)
+        self.notify()
+
+    def notify(self) -> None:
+        """Wake those who wait for a change, if any; under the lock."""
         if self.waiting:
             self.changed.notify_all()
 
-    def make_room(self, nbytes: int, key: bytes, checkpoint_id: int, writer: str, deadline: float) -> None:
+    def make_room(self, nbytes: int, key: bytes, whose: Whose, deadline: float) -> None:
         """Wait a moment for checkpoints that are about to retire, if there is no room for a value in place of what its
         put replaces; under the lock, which is let go of meanwhile: look at the shard after this, not before."""
         limit = self.rules.limit_bytes
         nbytes += ENTRY_BYTES + len(key)
 
         def fits() -> bool:
-            more = nbytes - self.shard.replaced_bytes(key, checkpoint_id, writer)
+            more = nbytes - self.shard.replaced_bytes(key, whose.checkpoint_id, whose.handle)
             return more <= 0 or self.used_bytes + more <= limit
 
         if not (fits() or self.wait_for(fits, min(deadline, time.monotonic() + _ROOM_S))):
@@ -337,7 +304,7 @@ class Manager:
             )
 
     def wait_for(self, holds: Callable[[], bool], deadline: float, is_gone: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until ``holds()``; under the lock, which is let go of meanwhile. Returns whether it does."""
+        """Wait until ``holds()``; under the lock, which is let go of meanwhile. Return whether it does."""
         self.waiting += 1
         epoch = self.epoch
         try:
@@ -351,22 +318,9 @@ class Manager:
         finally:
             self.waiting -= 1
 
-    def wait_for_keys(self, told: asked.AwaitKeys, deadline: float, is_gone: Callable[[], bool]) -> None:
-        """Wait until all keys of a checkpoint are written again at a later one."""
-        checkpoint_id = told.checkpoint_id
-        with self.changed:
-            if not self.wait_for(lambda: self.shard.missing_after(checkpoint_id) is None, deadline, is_gone):
-                raise DDictTimeoutError(
-                    f"checkpoint {checkpoint_id} cannot retire: not all of its keys are written at a later one, "
-                    f"such as {self.shard.missing_after(checkpoint_id)!r}",
-                    manager=self.number,
-                    checkpoint_id=checkpoint_id,
-                    hint="write every key at each checkpoint, or once with pput()",
-                )
-
     # ---- epochs -------------------------------------------------------------------------------------------
 
-    def check_epoch(self, epoch: object) -> None:
+    def check_epoch(self, epoch: int) -> None:
         """Refuse what belongs to another epoch; under the lock."""
         if epoch != self.epoch:
             at = f"is in epoch {self.epoch}" if self.epoch >= 0 else "has not begun any epoch yet"
@@ -381,42 +335,35 @@ class Manager:
                 return  # the coordinator has given this request up
             if told.epoch > self.epoch or not self._ready.is_set():
                 if not self._ready.is_set():
-                    self._recover(told.sealed)  # what was committed since it asked
-                if told.restored is not None and (self.parts.has_read or told.keep[0] not in self._kept):
+                    self._failures |= self.cuts.recover(told.sealed)  # what was committed since it asked
+                if told.restored is not None and (self.parts.has_read or told.keep[0] not in self.cuts.table):
                     entries = self.parts.take(version_of(told.restored))
-                    self._kept = {told.keep[0]: _Prepared(told.base, entries)}  # what was here is no more
-                    self.snapshots.drop(lambda cut: True)
-                self._load(told.epoch, _Cut(told.cut, told.base), told.keep)
-                self._retain(lambda each: each in told.keep or each in told.pinned)
+                    self.cuts.retain(lambda cut: False)
+                    self.cuts.prepare(told.keep[0], told.base, entries)
+                    self.cuts.sweep()
+                self._load(told)
                 self._ready.set()
         self.freeze(told.frozen, told.number)
 
-    def _load(self, epoch: int, cut: _Cut, keep: Sequence[int]) -> None:
-        base = cut.checkpoint_id
+    def _load(self, told: asked.Begin) -> None:
+        base = told.base
         with self.changed:
             if self.rules.snapshots:
-                wanted = dict(self._kept[each] for each in keep if each in self._kept)
+                its = [self.cuts.table[each] for each in told.keep if each in self.cuts.table]
+                wanted = {cut.checkpoint_id: cut.entries for cut in its}
                 if base >= 0 and base not in wanted:
                     causes = self._failures.get(base, "")
                     raise self._give_up(f"no whole copy of checkpoint {base} is left. {causes}")
                 self.shard.load(wanted.items())
                 self.shard.committed, self.shard.kept = base, frozenset(wanted)
-                self._cut = cut
+                self._cut, self._cut_at = told.cut, base
             else:
                 self.shard.rollback(None, base)
-            self.epoch = epoch
-            self._settled = 0
-            self.fence.begin(epoch)
-            self._discarded = {handle: each for handle, each in self._discarded.items() if each.epoch >= epoch}
+            self.epoch, self._settled = told.epoch, 0
+            self.fence.begin(told.epoch)
+            self._discarded = {handle: each for handle, each in self._discarded.items() if each.epoch >= told.epoch}
+            self.cuts.retain(lambda each: each in told.keep or each in told.pinned)
             self.changed.notify_all()
-
-    def _recover(self, sealed: Sequence[SealedPart]) -> None:
-        missing = {part.cut: part for part in sealed if part.cut not in self._kept}
-        if missing:
-            found, failures = self.snapshots.recover([part_id(part.run, part.cut) for part in missing.values()])
-            self._failures = {missing[cut].checkpoint_id: error for cut, error in failures.items()}
-            with self.changed:
-                self._kept |= {cut: _Prepared(missing[cut].checkpoint_id, its) for cut, its in found.items()}
 
     def discard(self, told: asked.Discard) -> None:
         """Discard what a handle wrote above a checkpoint; see `Discard`."""
@@ -431,37 +378,44 @@ class Manager:
                     return
             self._discarded[handle] = _Discarded(epoch, told.number, told.dead)
             self.shard.rollback(handle, to)
-            if self.waiting:
-                self.changed.notify_all()
+            self.notify()
 
-    def is_dead(self, handle: str) -> bool:
-        """Return True if a handle's process was killed, so that what is on its way still comes too late."""
-        return handle in self._discarded and self._discarded[handle].dead
+    def check_change(self, whose: Whose) -> Fields:
+        """Refuse a change that came too late, or may not be made. Return the newest cut that it is ``late`` for, if
+        any. Under the lock, just before the change."""
+        self.check_epoch(whose.epoch)
+        self.fence.hear(whose.handle, whose.generation, self.epoch)
+        if whose.handle in self._discarded and self._discarded[whose.handle].dead:
+            raise StaleEpochError("the connection of this handle's process broke", manager=self.number)
+        self.check_writable()
+        return {"late": self._cut} if whose.checkpoint_id <= self._cut_at else {}
+
+    def check_writable(self) -> None:
+        """Refuse writes where none may be made."""
+        if self.frozen:
+            raise DDictReadOnlyError("the dictionary is frozen", manager=self.number, hint="unfreeze() it first")
+        if self.rules.read_only:
+            raise DDictReadOnlyError("the dictionary is read-only", manager=self.number)
 
     # ---- checkpoints --------------------------------------------------------------------------------------
-
-    def late_for(self, checkpoint_id: int) -> Fields:
-        """Return what a write at a checkpoint is told, under the lock: the newest cut that it is late for, if any."""
-        return {"late": self._cut.number} if checkpoint_id <= self._cut.checkpoint_id else {}
 
     def prepare(self, told: asked.Prepare) -> None:
         """Note what belongs to a cut; see `Prepare`."""
         with self.changed:
             self.check_epoch(told.epoch)
-            if told.cut <= self._cut.number:
-                raise DDictError(f"cut {self._cut.number} has been asked for since", manager=self.number)
-            self._retain(lambda each: each <= told.committed)
-            self._kept[told.cut] = _Prepared(told.checkpoint_id, self.shard.cut(told.checkpoint_id))
-            self._cut = _Cut(told.cut, told.checkpoint_id)
-        if any(each > told.committed for each in self.snapshots.sealed()):
-            self.snapshots.drop(lambda cut: cut > told.committed)
+            if told.cut <= self._cut:
+                raise DDictError(f"cut {self._cut} has been asked for since", manager=self.number)
+            has_dropped = self.cuts.retain(lambda each: each <= told.committed)
+            self.cuts.prepare(told.cut, told.checkpoint_id, self.shard.cut(told.checkpoint_id))
+            self._cut, self._cut_at = told.cut, told.checkpoint_id
+        if has_dropped:
+            self.cuts.sweep()
 
-    def seal(self, told: asked.Seal, deadline: float) -> int:
-        """Have verified copies of a prepared cut; returns the number of the snapshot's part."""
+    def seal(self, told: asked.Seal, deadline: float) -> Fields:
+        """See `Seal`."""
         with self.changed:
             self.check_epoch(told.epoch)
-            entries = self._prepared(told.cut)
-        return self.snapshots.seal(told.cut, entries, max(0.1, deadline - time.monotonic())).run
+        return {"part": self.cuts.seal(told.cut, deadline)}
 
     def settle(self, told: asked.Settle) -> None:
         """Let go of what no one needs any more; see `Settle`."""
@@ -471,26 +425,29 @@ class Manager:
                 return  # the coordinator has given this request up
             self._settled = told.cut
             self.shard.retire(told.oldest)
-            kept = frozenset(self._kept[each].checkpoint_id for each in told.keep if each in self._kept)
-            self.shard.committed, self.shard.kept = told.committed, kept
-            if self.waiting:
-                self.changed.notify_all()
-            self._retain(lambda each: each in told.keep or each in told.pinned or each > told.cut)
-        if self.rules.replicated:
-            self.snapshots.drop(lambda cut: cut < told.cut and cut not in told.keep)
+            kept = [self.cuts.table[each].checkpoint_id for each in told.keep if each in self.cuts.table]
+            self.shard.committed, self.shard.kept = told.committed, frozenset(kept)
+            self.notify()
+            wanted = {*told.keep, *told.pinned}
+            has_dropped = self.cuts.retain(lambda each: each in wanted or each > told.cut)
+        if has_dropped:
+            self.cuts.sweep()
+
+    def await_keys(self, checkpoint_id: int, deadline: float, is_gone: Callable[[], bool]) -> None:
+        """See `AwaitKeys`."""
+        with self.changed:
+            if not self.wait_for(lambda: self.shard.missing_after(checkpoint_id) is None, deadline, is_gone):
+                raise DDictTimeoutError(
+                    f"checkpoint {checkpoint_id} cannot retire: not all of its keys are written at a later one, "
+                    f"such as {self.shard.missing_after(checkpoint_id)!r}",
+                    manager=self.number,
+                    checkpoint_id=checkpoint_id,
+                    hint="write every key at each checkpoint, or once with pput()",
+                )
 
     def persist(self, told: asked.Persist) -> None:
-        """Write this manager's part of a committed cut, durably."""
-        self.parts.write(version_of(told.version), self._prepared(told.cut))
-
-    def _prepared(self, cut: int) -> list[Entry]:
-        if cut not in self._kept:
-            raise DDictPersistError(f"cut {cut} was not prepared here", manager=self.number)
-        return self._kept[cut].entries
-
-    def _retain(self, is_wanted: Callable[[int], bool]) -> None:
-        with self.changed:
-            self._kept = {each: entries for each, entries in self._kept.items() if is_wanted(each)}
+        """See `Persist`."""
+        self.parts.write(version_of(told.version), self.cuts.find(told.cut).entries)
 
 
 _NUMBER_BYTES: Final = 100
@@ -508,6 +465,11 @@ class _Call:
     deadline: float
 
     @property
+    def is_gone(self) -> Callable[[], bool]:
+        """See `Peer`."""
+        return self.session.peer.is_gone
+
+    @property
     def key(self) -> bytes:
         """The key, which comes first."""
         if not self.blobs or not 0 < len(self.blobs[0]) <= MAX_KEY_BYTES:
@@ -519,25 +481,6 @@ class _Call:
         self.manager.check_epoch(whose.epoch)
         with contextlib.suppress(StaleRequestError):  # a read that comes late does no harm
             self.manager.fence.hear(whose.handle, whose.generation, self.manager.epoch)
-
-    def check_change(self, whose: Whose) -> Fields:
-        """Refuse a change that came too late, or may not be made. Under the lock, just before the change."""
-        manager = self.manager
-        manager.check_epoch(whose.epoch)
-        manager.fence.hear(whose.handle, whose.generation, manager.epoch)
-        if manager.is_dead(whose.handle):
-            raise StaleEpochError("the connection of this handle's process broke", manager=manager.number)
-        self.check_writable()
-        return manager.late_for(whose.checkpoint_id)
-
-    def check_writable(self) -> None:
-        """Refuse writes where none may be made."""
-        if self.manager.frozen:
-            raise DDictReadOnlyError(
-                "the dictionary is frozen", manager=self.manager.number, hint="unfreeze() it first"
-            )
-        if self.manager.rules.read_only:
-            raise DDictReadOnlyError("the dictionary is read-only", manager=self.manager.number)
 
     def seen(self, key: bytes, checkpoint_id: int) -> Entry | None:
         """Return the entry that a reader sees who does not wait; where keys are waited for, none that has to be written
@@ -575,8 +518,8 @@ def _put(call: _Call, request: asked.Put) -> Fields:
             reserved.discard(value_id)
         else:
             value = InlineValue(blobs[1])
-            manager.make_room(value.nbytes, key, checkpoint_id, writer, call.deadline)
-        answer = call.check_change(request.whose)
+            manager.make_room(value.nbytes, key, request.whose, call.deadline)
+        answer = manager.check_change(request.whose)
         if not call.is_as_expected(key, checkpoint_id, request.expected):
             return {"ok": False, **answer}
         others = _others(manager.shard.find(key, checkpoint_id), request.flags)
@@ -621,8 +564,8 @@ def _add(call: _Call, request: asked.Add) -> Fields:
     manager, key, before = call.manager, call.key, request.default
     checkpoint_id, writer = request.whose.checkpoint_id, request.whose.handle
     with manager.changed:
-        manager.make_room(_NUMBER_BYTES, key, checkpoint_id, writer, call.deadline)
-        answer = call.check_change(request.whose)
+        manager.make_room(_NUMBER_BYTES, key, request.whose, call.deadline)
+        answer = manager.check_change(request.whose)
         found = manager.shard.find(key, checkpoint_id)
         if found is not None:
             known = inline_number(found.value.data) if isinstance(found.value, InlineValue) else None
@@ -637,7 +580,7 @@ def _add(call: _Call, request: asked.Add) -> Fields:
 def _delete(call: _Call, request: asked.Delete) -> Fields:
     manager, key, checkpoint_id = call.manager, call.key, request.whose.checkpoint_id
     with manager.changed:
-        answer = call.check_change(request.whose)
+        answer = manager.check_change(request.whose)
         found = manager.shard.find(key, checkpoint_id)
         if found is None:
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
@@ -650,7 +593,7 @@ def _delete(call: _Call, request: asked.Delete) -> Fields:
 def _clear(call: _Call, request: asked.Clear) -> Fields:
     manager, whose = call.manager, request.whose
     with manager.changed:
-        answer = call.check_change(whose)
+        answer = manager.check_change(whose)
         for found in list(manager.shard.entries(whose.checkpoint_id)):
             manager.put(Entry(found.key, whose.checkpoint_id, whose.handle, None, found.flags))
     return answer
@@ -660,9 +603,9 @@ def _allocate(call: _Call, request: asked.Allocate) -> Fields:
     manager, whose = call.manager, request.whose
     with manager.changed:
         manager.check_epoch(whose.epoch)
-        call.check_writable()
+        manager.check_writable()
         manager.shard.check_readable(whose.checkpoint_id)
-        manager.make_room(request.nbytes, call.key, whose.checkpoint_id, whose.handle, call.deadline)
+        manager.make_room(request.nbytes, call.key, whose, call.deadline)
         try:
             reservation = manager.slots.allocate(request.nbytes)
         except CapacityError as error:  # of the filesystem, although it is within the manager's share
@@ -703,7 +646,7 @@ def _get(call: _Call, request: asked.Get) -> Result:
 
 def _wait_for_key(call: _Call, key: bytes, checkpoint_id: int) -> None:
     shard = call.manager.shard
-    if call.manager.wait_for(lambda: shard.is_written(key, checkpoint_id), call.deadline, call.session.peer.is_gone):
+    if call.manager.wait_for(lambda: shard.is_written(key, checkpoint_id), call.deadline, call.is_gone):
         return
     if shard.find(key, checkpoint_id) is not None:
         raise DDictTimeoutError(
@@ -727,7 +670,7 @@ def _wait_for(call: _Call, request: asked.WaitFor) -> Fields:
 
     with call.manager.changed:
         call.check_read(request.whose)
-        return {"ok": call.manager.wait_for(has_changed, call.deadline, call.session.peer.is_gone)}
+        return {"ok": call.manager.wait_for(has_changed, call.deadline, call.is_gone)}
 
 
 def _keys(call: _Call, request: asked.Keys) -> Result:
@@ -775,13 +718,13 @@ _OPERATIONS: Final[dict[type[Request], _Operation]] = {
     asked.Begin: lambda call, its: call.manager.begin(its),
     asked.Discard: lambda call, its: call.manager.discard(its),
     asked.Prepare: lambda call, its: call.manager.prepare(its),
-    asked.Seal: lambda call, its: {"run": call.manager.seal(its, call.deadline)},
+    asked.Seal: lambda call, its: call.manager.seal(its, call.deadline),
     asked.Settle: lambda call, its: call.manager.settle(its),
-    asked.AwaitKeys: lambda call, its: call.manager.wait_for_keys(its, call.deadline, call.session.peer.is_gone),
+    asked.AwaitKeys: lambda call, its: call.manager.await_keys(its.checkpoint_id, call.deadline, call.is_gone),
     asked.Persist: lambda call, its: call.manager.persist(its),
     asked.PrepareRestore: lambda call, its: call.manager.parts.prepare(its.version and version_of(its.version)),
     asked.Replicate: lambda call, its: call.manager.replicate_later(),
-    asked.DropCopies: lambda call, its: call.manager.snapshots.drop_copies(its.of, its.keep, its.before),
+    asked.DropCopies: lambda call, its: call.manager.cuts.drop_copies(its),
 }
 _AT_ANY_TIME: Final = frozenset(
     (

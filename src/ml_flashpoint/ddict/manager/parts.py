@@ -1,21 +1,20 @@
 """A manager's part of a persisted checkpoint, and how keys are dealt out anew into another number of managers.
 
-A part has an item ``index`` (a full one, see `index`), an item ``inline`` with all small values one after the other,
-and for each large value an item, by its number.
+A part has an item ``index`` (see `index`), an item ``inline`` with all small values one after the other, and for each
+large value an item, by its number.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, lru_cache, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from ml_flashpoint.ddict.errors import DDictPersistError
-from ml_flashpoint.ddict.manager.index import INLINE, Index, IndexEntry, decode_index, encode_index, fold, gather
-from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, Entry, StoredValue
+from ml_flashpoint.ddict.manager.index import IndexEntry, decode_index, encode_index
+from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, Entry, StoredValue, Value
 from ml_flashpoint.ddict.manager.store import VALUE_AT, ValueSlots, slot_header
 from ml_flashpoint.ddict.options import Configuration
 from ml_flashpoint.ddict.persistence import History, open_part, write_part
@@ -31,9 +30,6 @@ _INDEX, _INLINE = "index", "inline"
 _MOST_NAMED = 5  # keys, in an error
 _OPEN_PARTS = 8
 
-_SmallOf: TypeAlias = Callable[[int], memoryview]
-"""The small values of a manager."""
-
 
 class _Told(NamedTuple):
     """A key and its value, as a manager had them."""
@@ -42,19 +38,6 @@ class _Told(NamedTuple):
     entry: IndexEntry
 
 
-def _are_same(one: _Told, other: _Told, small_of: _SmallOf) -> bool:
-    """Return True if two managers have one value. Large ones are not read for that."""
-    if (one.entry.writer, one.entry.checkpoint_id) == (other.entry.writer, other.entry.checkpoint_id):
-        return True
-    small = [each.entry.inline_value(small_of(each.manager)) for each in (one, other) if each.entry.kind == INLINE]
-    return len(small) == 2 and small[0] == small[1]
-
-
-def _some_of(keys: Set[bytes]) -> str:
-    return ", ".join(map(described, sorted(keys)[:_MOST_NAMED]))
-
-
-@dataclass
 class PersistedParts:
     """A manager's parts of persisted checkpoints, to write and to read.
 
@@ -63,12 +46,11 @@ class PersistedParts:
     several values of one key to one manager, nothing is restored.
     """
 
-    _configuration: Configuration
-    _manager: int
-    _slots: ValueSlots
-    _read: tuple[Version, list[Entry]] | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # of the next one only
-    _begun: set[SaveId] = field(default_factory=set)
+    def __init__(self, configuration: Configuration, manager: int, slots: ValueSlots) -> None:
+        self._configuration, self._manager, self._slots = configuration, manager, slots
+        self._ready: tuple[SaveId, list[Entry]] | None = None
+        self._lock = threading.Lock()  # of the next one only
+        self._begun: set[SaveId] = set()
 
     @cached_property
     def _history(self) -> History:
@@ -81,9 +63,10 @@ class PersistedParts:
                 text = "the part was begun before, for a request whose answer was lost"
                 raise DDictPersistError(text, manager=self._manager, checkpoint_id=version.step)
             self._begun.add(version.save)
-        own, numbers = SaveId(0, version.step), itertools.count(1)
-        listed, segment = gather(own, entries, lambda value: SaveId(next(numbers), version.step))
-        index = encode_index(Index(own, self._manager, version.world_size, (), listed))
+        step, numbers = version.step, itertools.count(1)
+        index, segment = encode_index(
+            SaveId(0, step), self._manager, version.world_size, entries, lambda value: SaveId(next(numbers), step)
+        )
         large = [entry.value for entry in entries if isinstance(entry.value, StoredValue)]
         items: list[tuple[str, Buffer]] = [(_INDEX, index), (_INLINE, b"".join(segment))]
         items += [(f"{number}", value.slot.buffer[: value.size]) for number, value in enumerate(large, 1)]
@@ -92,74 +75,72 @@ class PersistedParts:
     @property
     def has_read(self) -> bool:
         """True if a checkpoint is read that nobody has taken."""
-        return self._read is not None
+        return self._ready is not None
 
     def prepare(self, version: Version | None) -> None:
         """Read a checkpoint, for `take`; None: let go of what was read, and nobody has taken."""
-        self._read = None
+        self._ready = None
         if version is not None:
-            self._read = version, self.read(version)
+            self._ready = version.save, self.read(version)
 
     def take(self, version: Version) -> list[Entry]:
         """Return the entries of a checkpoint, read now if need be. Raises `FlashpointError`: see `read`."""
-        found, self._read = self._read, None
-        return found[1] if found is not None and found[0].save == version.save else self.read(version)
+        found, self._ready = self._ready, None
+        return found[1] if found is not None and found[0] == version.save else self.read(version)
 
     def read(self, version: Version) -> list[Entry]:
         """Return the entries of a checkpoint that this manager is to have."""
+        part_of = lru_cache(_OPEN_PARTS)(partial(open_part, self._history.store, version))
+        small_of = lru_cache(2)(lambda manager: part_of(manager).bytes_of(_INLINE))
 
-        @lru_cache(_OPEN_PARTS)
-        def part_of(manager: int) -> StoredObject:
-            return open_part(self._history.store, version, manager)
+        def told_by(manager: int) -> Iterator[_Told]:
+            part, own = part_of(manager), SaveId(0, version.step)
+            index = decode_index(part.bytes_of(_INDEX), own, manager, version.world_size, part.path)
+            return (_Told(manager, entry) for entry in index)
 
-        @lru_cache(2)
-        def small_of(manager: int) -> memoryview:
-            return part_of(manager).bytes_of(_INLINE)
-
-        def index_of(manager: int) -> list[IndexEntry]:
-            data, own = part_of(manager).bytes_of(_INDEX), SaveId(0, version.step)
-            return fold([decode_index(data, own, manager, version.world_size, part_of(manager).path)])
+        def value_of(manager: int, entry: IndexEntry) -> Value:
+            if entry.part is None:
+                return entry.inline_value(small_of(manager))
+            return self._read_object(part_of(manager), f"{entry.part.run}", entry.length)
 
         if version.world_size == self._configuration.managers:
-            wanted = [_Told(self._manager, told) for told in index_of(self._manager)]
+            wanted = list(told_by(self._manager))
         else:
-            wanted = self._dealt_anew(version, index_of, small_of)
-        return [
-            told.entry(
-                told.inline_value(small_of(manager))
-                if told.kind == INLINE
-                else self._read_object(part_of(manager), f"{told.part.run}", told.length)
-            )
-            for manager, told in sorted(wanted, key=lambda each: each.manager)
-        ]
+            everything = itertools.chain.from_iterable(map(told_by, range(version.world_size)))
+            wanted = self._dealt_anew(version, everything, value_of)
+        return [told.entry.entry(value_of(*told)) for told in sorted(wanted, key=lambda each: each.manager)]
 
     def _dealt_anew(
-        self, version: Version, index_of: Callable[[int], list[IndexEntry]], small_of: _SmallOf
+        self, version: Version, everything: Iterator[_Told], value_of: Callable[[int, IndexEntry], Value]
     ) -> list[_Told]:
         """Return what this manager is to have of all parts, which are of another number of managers."""
         before, managers = version.world_size, self._configuration.managers
         ours, everywhere, twice = dict[bytes, _Told](), dict[bytes, _Told](), set[bytes]()
-        for part in range(before):
-            for entry in index_of(part):
-                key, told = entry.key, _Told(part, entry)
-                if entry.flags & BROADCAST:
-                    into = everywhere
-                elif (part % managers if entry.flags & DIRECT else place(key, managers)) == self._manager:
-                    into = ours
-                else:
+        for told in everything:
+            key, flags = told.entry.key, told.entry.flags
+            if not flags & BROADCAST:
+                to = told.manager % managers if flags & DIRECT else place(key, managers)
+                if to != self._manager:
                     continue
-                if not _are_same(into.setdefault(key, told), told, small_of):
-                    twice.add(key)
+            other = (everywhere if flags & BROADCAST else ours).setdefault(key, told)
+            is_written_once = (other.entry.writer, other.entry.checkpoint_id) == (
+                told.entry.writer,
+                told.entry.checkpoint_id,
+            )
+            are_small = other.entry.part is None and told.entry.part is None  # large ones are not read for that
+            if not (is_written_once or (are_small and value_of(*other) == value_of(*told))):
+                twice.add(key)
         twice |= ours.keys() & everywhere.keys()
         if twice:
+            some = ", ".join(map(described, sorted(twice)[:_MOST_NAMED]))
             raise DDictPersistError(
                 f"cannot restore what {before} managers had into {managers}: {len(twice)} key(s) have several values "
-                f"that one manager would have to hold, such as {_some_of(twice)}",
+                f"that one manager would have to hold, such as {some}",
                 manager=self._manager,
                 checkpoint_id=version.step,
                 hint=f"they were put through manager(i); make the dictionary with {before} managers",
             )
-        return list({**everywhere, **ours}.values())
+        return [*everywhere.values(), *ours.values()]
 
     def _read_object(self, part: StoredObject, name: str, size: int) -> StoredValue:
         entry = part.entry(name)

@@ -25,7 +25,6 @@ import itertools
 import logging
 import os
 import pickle
-import re
 import struct
 import threading
 import time
@@ -34,7 +33,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ml_flashpoint.ddict.errors import StaleValueError
 from ml_flashpoint.ddict.manager.shard import StoredValue
@@ -68,17 +67,10 @@ def part_id(run: Any, step: object) -> SaveId:
     return SaveId(checked_integer("run", run, 0, MAX_RUN), check_checkpoint_id(step, "step"))
 
 
-def is_part(manifest: Manifest) -> bool:
-    """Return True if the manifest is of a part of a dictionary: a snapshot, or a large value, that fills a slot."""
-    return manifest.record.file_size % PAGE == 0
-
-
 _log = logging.getLogger(__name__)
 
 _ROOM: Final = 256 << 10  # bytes to leave for manifests and folders
 _MOST_TIMES, _MOST_MORE = 4, 256 << 10  # a free slot that is larger than this allows is left for something of its size
-_SPARE: Final = 8  # free slots that are kept, at least, for what comes next
-_DROPS: Final = 20  # calls of `drop` that tell how many that will be
 _CLEARED: Final = bytes(64)
 _PAUSE_S: Final = 0.05
 
@@ -119,7 +111,6 @@ class PartStore:
         self._parts: dict[tuple[SaveId, int], HeldPart] = {}
         self._free: list[Slot] = []  # free for longest first
         self._in_use: set[Slot] = set()
-        self._dropped: deque[int] = deque(maxlen=_DROPS)
         self._descriptor = -1
         try:
             self._descriptor = _locked(self.folder, number, lock_deadline_s)
@@ -171,42 +162,36 @@ class PartStore:
         """Return a slot for the caller alone, until it is committed or freed. It holds what it held last. ``exact``: it
         has just this size, for a copy. ``limit_bytes``: of all slots; free ones are removed before a new one would
         exceed it. Raises `CapacityError` or `SaveError`: there is no room, even so; the system refuses."""
-        slot, outgrown = self._reused(size, exact=exact)
+        slot = self._reused(size, size if exact else _MOST_TIMES * size + _MOST_MORE)
         if slot is None:
-            _remove(outgrown)
             if limit_bytes is not None:
-                in_use, _ = self.resident_bytes()
-                self.remove_free(max(0, limit_bytes - in_use - size))
+                self.remove_free(limit_bytes - self.resident_bytes()[0] - size)
+            wanted = round_up(size, PAGE) if exact else slot_size(size)
             try:
-                slot = self._make(size, exact=exact)
+                slot = self._make(wanted)
             except CapacityError:
                 if not self.remove_free(0):
                     raise
-                slot = self._make(size, exact=exact)
+                slot = self._make(wanted)
             with self._lock:
                 self._in_use.add(slot)
         return slot
 
-    def _reused(self, size: int, *, exact: bool) -> tuple[Slot | None, list[Slot]]:
-        """Take a free slot; where none fits, take out one that is somewhat too small, for the new one to replace."""
-        most = size if exact else _MOST_TIMES * size + _MOST_MORE
+    def _reused(self, size: int, most: int) -> Slot | None:
+        """Take the smallest free slot that fits and is not larger than ``most``."""
         with self._lock:
-            free = sorted((slot for slot in self._free if not slot.readers), key=lambda each: each.size)
-            for slot in free:
-                if size <= slot.size <= most and slot.lock():
+            for slot in sorted(self._free, key=lambda each: each.size):
+                if size <= slot.size <= most and not slot.readers and slot.lock():
                     slot.buffer[: len(_CLEARED)] = _CLEARED
                     slot.unlock()
                     self._free.remove(slot)
                     self._in_use.add(slot)
-                    return slot, []
-            outgrown = [slot for slot in free if slot.size < size <= _MOST_TIMES * slot.size][-1:]
-            self._free = [slot for slot in self._free if slot not in outgrown]
-        return None, outgrown
+                    return slot
+        return None
 
-    def _make(self, size: int, *, exact: bool) -> Slot:
+    def _make(self, size: int) -> Slot:
         path = self.folder / str(next(self._numbers))
-        wanted = round_up(size, PAGE) if exact else slot_size(size)
-        return Slot.make(path, wanted, go_on=lambda left: available_bytes(self.folder) - _ROOM >= left, prepare=False)
+        return Slot.make(path, size, go_on=lambda left: available_bytes(self.folder) - _ROOM >= left, prepare=False)
 
     def free(self, slot: Slot) -> None:
         """Return a slot that was taken and not committed. Nothing happens if it was returned before."""
@@ -218,17 +203,24 @@ class PartStore:
             self._in_use.remove(slot)
             self._free.append(slot)
 
-    def remove_free(self, keep_bytes: int, keep: int = 0) -> int:
-        """Remove free slots, those free for longest first, until they have ``keep_bytes`` together, or are ``keep``."""
+    def remove_free(self, keep_bytes: int) -> int:
+        """Remove free slots, those free for longest first, until they have ``keep_bytes`` together. Return the bytes
+        that were removed."""
         gone = []
         with self._lock:
             left = sum(slot.size for slot in self._free)
             for slot in [each for each in self._free if not each.readers]:
-                if left > keep_bytes and len(self._free) > keep:
+                if left > keep_bytes:
                     left -= slot.size
                     self._free.remove(slot)
                     gone.append(slot)
-        return _remove(gone)
+        for slot in gone:
+            if slot.lock():
+                slot.remove()
+            else:  # its memory goes with whoever reads it
+                slot.path.unlink(missing_ok=True)
+                slot.close()
+        return sum(slot.size for slot in gone)
 
     def resident_bytes(self) -> tuple[int, int]:
         """Return the bytes of the slots in use, and of the free ones."""
@@ -287,7 +279,7 @@ class PartStore:
                 part.slot.readers -= 1
 
     def drop(self, parts: Collection[HeldPart]) -> None:
-        """Remove parts. Their slots are free, and those that have been too many for a while go."""
+        """Remove parts. Their slots are free; of free slots, no more bytes are kept than are in use."""
         with self._lock:
             for part in parts:
                 key = part.save, part.manifest.rank
@@ -295,9 +287,7 @@ class PartStore:
                     del self._parts[key]
                     self.container.remove_part(*key)
                     self._release(part.slot)
-            self._dropped.append(len(parts))
-            keep = max(_SPARE, 2 * max(self._dropped))
-        self.remove_free(0, keep)
+        self.remove_free(self.resident_bytes()[0])
 
     def close(self) -> None:
         """Unmap all slots, and let another process have them. The files stay. Safe to call twice."""
@@ -311,16 +301,6 @@ class PartStore:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
                 self._descriptor = -1
-
-
-def _remove(slots: Sequence[Slot]) -> int:
-    for slot in slots:
-        if slot.lock():
-            slot.remove()
-        else:  # its memory goes with whoever reads it
-            slot.path.unlink(missing_ok=True)
-            slot.close()
-    return sum(slot.size for slot in slots)
 
 
 def _locked(folder: Path, number: int, deadline_s: float) -> int:
@@ -341,7 +321,6 @@ def _locked(folder: Path, number: int, deadline_s: float) -> int:
 _PIECE_BYTES: Final = 1 << 30  # of large values in messages, whose blobs are of at most 2 GiB
 _MAX_INT_BITS: Final = 4096
 _FLOAT: Final = struct.Struct(">d")
-_INCARNATION: Final = re.compile(r"[0-9a-f]{16}")
 _HEADER: Final = struct.Struct("<Q56s")
 _ZERO: Final = b"\0"
 VALUE_AT: Final = _HEADER.size
@@ -405,8 +384,7 @@ def inline_number(data: bytes) -> int | float | None:
         raise DamagedError(f"not an encoded number: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(NamedTuple):
     """Room for one value, for its writer alone."""
 
     value_id: str  # of the value to come
@@ -420,8 +398,6 @@ class ValueSlots:
     ones that do not suit are removed. It is not enforced otherwise."""
 
     def __init__(self, store: PartStore, incarnation: str, *, limit_bytes: int | None = None) -> None:
-        if not _INCARNATION.fullmatch(incarnation):
-            raise InvalidArgumentError("must be 16 hex digits", argument="incarnation", value=incarnation)
         self._store = store
         self._incarnation = incarnation
         self._limit_bytes = limit_bytes
@@ -463,20 +439,16 @@ class ValueSlots:
             target[:8] = views[0][:8]
 
     def adopt(self, value_id: str) -> StoredValue:
-        """The value that was written. A promise stays then."""
+        """The value that was written. Where this raises, the promise stays."""
         size = check_value(self.room(value_id), value_id)
-        slot = self._checked(value_id, self._promised.pop(value_id, None))
-        return self.hold(StoredValue(value_id, slot, size, self._unused))
+        return self.hold(StoredValue(value_id, self._promised.pop(value_id), size, self._unused))
 
     def room(self, value_id: str) -> memoryview:
         """Return the bytes of the slot that is promised to a value. Raises `StaleValueError`: none is."""
-        return self._checked(value_id, self._promised.get(value_id)).buffer
-
-    @staticmethod
-    def _checked(value_id: str, slot: Slot | None) -> Slot:
+        slot = self._promised.get(value_id)
         if slot is None:
             raise StaleValueError(f"there is no reservation for value {value_id}")
-        return slot
+        return slot.buffer
 
     def hold(self, value: StoredValue) -> StoredValue:
         """The object that stands for this value: the given one, or another that does already."""
@@ -495,8 +467,7 @@ class ValueSlots:
     def abandon(self, value_ids: Iterable[str]) -> None:
         """The writers of these are gone, or gave up. What was adopted meanwhile, or is not known, is left alone."""
         for value_id in value_ids:
-            slot = self._promised.pop(value_id, None)
-            if slot is not None:
+            if (slot := self._promised.pop(value_id, None)) is not None:
                 self._store.free(slot)
 
 

@@ -1,7 +1,4 @@
-"""Processes of groups: the work of each, and what it does before and after that.
-
-Owns the process's number, its environment, its end when its creator is gone, and the report of what went wrong.
-"""
+"""The work of one process of a group: its function, number and environment, and its end with its creator."""
 
 from __future__ import annotations
 
@@ -75,16 +72,15 @@ class ThisProcess:
     @property
     def my_puid(self) -> int:
         """Number of this process, unlike that of any other process that the same program starts in groups."""
-        said = os.environ.get(PUID_VARIABLE, "").split(":")
-        # The environment is inherited, the number is not.
-        return int(said[1]) if len(said) == 2 and said[0] == str(os.getpid()) else os.getpid()
+        pid, _, puid = os.environ.get(PUID_VARIABLE, "").partition(":")
+        return int(puid) if pid == str(os.getpid()) else os.getpid()  # children inherit the environment, not the number
 
 
 this_process = ThisProcess()
 
 
 def run_work(puid: int, env: Mapping[str, str], cwd: str | None, work: bytes) -> tuple[int, str]:
-    """Run what a member of a group is there for; its exit code, and the text of its error."""
+    """Run what a member of a group is there for. Return its exit code, and the text of its error."""
     try:
         # Before the function is unpickled, and with it its imports.
         os.environ.update(env)
@@ -108,19 +104,15 @@ def run_work(puid: int, env: Mapping[str, str], cwd: str | None, work: bytes) ->
 def run_child(puid: int, env: Mapping[str, str], cwd: str, report: Connection, work: bytes) -> None:
     """Run a member that is a child process. ``env``: all of its environment. ``report``: gets the text of an error."""
     os.environ.clear()
-    # Ctrl-C is for the creator, which ends its groups.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the creator, which ends its groups
     threads = env.get("OMP_NUM_THREADS", "")
     # The variable is read when torch is imported, which may have been before this process was.
     if "torch" in sys.modules and threads.isdigit() and int(threads):
         sys.modules["torch"].set_num_threads(int(threads))
-    watchdog = threading.Thread(target=_end_with_creator, name="ddict-parent-watchdog", daemon=True)
-    # It takes no signal that the function's own threads block or wait for: any thread's default action ends all.
+    # The watchdog takes no signal that the function's threads wait for: any thread's default action ends all.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
-        watchdog.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    threading.Thread(target=_end_with_creator, name="ddict-parent-watchdog", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     code, error = run_work(puid, env, cwd, work)
     if error:
         with report:

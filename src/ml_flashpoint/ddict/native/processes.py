@@ -1,7 +1,6 @@
 """The machines that a program runs on, and groups of processes: their start, the watch over them and their end.
 
-Members are child processes on one machine, or actors where the program has a Ray cluster (`ray`). What happens inside
-of each is the business of `process`. A group whose members compute together tells each its rank in `torch.distributed`.
+Members are child processes on one machine, or actors where the program has a Ray cluster (`ray`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import wait as wait_for
 from typing import Any
 
@@ -42,12 +41,65 @@ _log = logging.getLogger(__name__)
 
 TERMINATION_GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL when a group is ended."""
+RESTARTED_VARIABLE = "FLASHPOINT_RESTARTED"
+"""Environment variable: 1 if whoever starts the program starts it again after a failure. torchrun's count of restarts
+says the same."""
 
 _REPORT_TIMEOUT_S = 1.0
 _END_TIMEOUT_S = 30.0
 _PRELOADED = ("numpy", "torch", "cloudpickle", "ml_flashpoint.ddict", "ml_flashpoint.ddict.native.process")
 
 _numbers = itertools.count(1)
+
+
+class _Child:
+    """A member that is a child process."""
+
+    def __init__(self, puid: int, template: ProcessTemplate, work: bytes) -> None:
+        context = _fork_server()
+        env = {**os.environ, **(template.env or {})}
+        if template.policy is not None and template.policy.gpu_affinity:
+            # The numbers count the devices that this process sees, which may be a choice itself.
+            seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+            its = (seen[gpu] if gpu < len(seen) else str(gpu) for gpu in template.policy.gpu_affinity)
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(its)
+        self._report, remote = context.Pipe(duplex=False)
+        with remote:
+            args = (puid, env, template.cwd or os.getcwd(), remote, work)
+            self._process = context.Process(target=run_child, args=args, name=f"puid-{puid}", daemon=False)
+            self._process.start()
+        # Its exit code can be read once: not by `active_children` or the start of another process, in other threads.
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
+        self.pid: int = self._process.pid
+
+    def send(self, signal_number: int) -> bool:
+        """Send a signal. Return True if it still ran."""
+        # The fork server reaps it only when it has ended, and the sentinel then says so at once.
+        if wait_for([self._process.sentinel], 0):
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal_number)
+        return True
+
+    def wait(self) -> tuple[int, str]:
+        """Exit code, negative for the number of a signal, and text of the error, once it has ended. For one thread."""
+        self._process.join()
+        code: int = self._process.exitcode
+        with self._report, contextlib.suppress(EOFError, OSError):
+            if code and self._report.poll(_REPORT_TIMEOUT_S):
+                return code, self._report.recv_bytes().decode()
+        return code, ""
+
+
+def _fork_server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    # What is imported there need not be imported again by each member: torch takes a second of a core. What this
+    # program has not imported is no business of its members either.
+    context.set_forkserver_preload([name for name in _PRELOADED if name in sys.modules])
+    from multiprocessing import forkserver
+
+    forkserver.ensure_running()
+    return context
 
 
 @dataclass(eq=False)
@@ -57,25 +109,15 @@ class _Member:
     process: _Child | RayMember | None = None
     exit_code: int | None = None
     error: str = ""
-    dismissed: bool = False
-    """Told to end by this group, so that its exit code says nothing."""
-    signals: set[int] = field(default_factory=set)
-    """Sent by this group, but for SIGTERM to end it: to end by one of them is no failure."""
+    was_told: bool = False  # to end, by this group while it ran, so that its exit code says nothing
 
     @property
     def runs(self) -> bool:
         return self.process is not None and self.exit_code is None
 
-    def send(self, signal_number: int) -> bool:
-        """Send a signal, if it was started; whether it still ran."""
-        return self.process is not None and self.process.send(signal_number)
-
-    @property
-    def has_failed(self) -> bool:
-        code = self.exit_code or 0
-        if self.dismissed and code != -signal.SIGKILL:  # somebody else's kill had come before
-            return False
-        return code != 0 and -code not in self.signals
+    def send(self, signal_number: int) -> None:
+        if self.process is not None and self.process.send(signal_number):
+            self.was_told = True
 
     @property
     def how(self) -> str:
@@ -101,16 +143,7 @@ class ProcessGroup:
         self._is_init = self._is_started = False
 
     def add_process(self, nproc: int, template: ProcessTemplate) -> None:
-        """Add members.
-
-        Args:
-            nproc: how many.
-            template: what each runs.
-
-        Raises:
-            InvalidArgumentError: `nproc` is no positive number, or `template` none.
-            DDictError: the group was started.
-        """
+        """Add so many members, which run ``template``. Raise `DDictError` if the group was started."""
         checked_integer("nproc", nproc, 1)
         if not isinstance(template, ProcessTemplate):
             raise InvalidArgumentError("must be a ProcessTemplate", argument="template", value=template)
@@ -120,12 +153,8 @@ class ProcessGroup:
         self._members += [_Member(number, template) for number in numbers]
 
     def init(self) -> None:
-        """Make ready to start, so that `start` is fast: the fork server imports what members need.
-
-        Raises:
-            InvalidArgumentError: the group has no members.
-            DDictError: it was started.
-        """
+        """Make ready to start, so that `start` is fast: the fork server imports what members need. Raise `DDictError`
+        if the group was started."""
         self._check_not_started()
         if not self._members:
             raise InvalidArgumentError("has no processes", argument="ProcessGroup", value=self)
@@ -134,11 +163,8 @@ class ProcessGroup:
             _fork_server()
 
     def start(self) -> None:
-        """Start all members. `init` is called if it was not.
-
-        Raises:
-            InvalidArgumentError: on Ray, a policy names a node that is not there; none runs then.
-            DDictError: the group was started before, or a process cannot be started; none runs then.
+        """Start all members. `init` is called if it was not. Raise `InvalidArgumentError` if a policy names a node that
+        is not there, and `DDictError` if the group was started before, or a process cannot be started: none runs then.
         """
         if not self._is_init:
             self.init()
@@ -146,7 +172,7 @@ class ProcessGroup:
         self._is_started = True
         _started.add(self)
         try:
-            for member, process in zip(self._members, _started_all(self._works()), strict=True):
+            for member, process in zip(self._members, self._processes(), strict=True):
                 member.process = process
                 threading.Thread(target=self._note_end, args=(member, process), name="ddict-group", daemon=True).start()
         except BaseException:
@@ -154,10 +180,7 @@ class ProcessGroup:
             raise
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until all members have ended.
-
-        Args:
-            timeout: seconds; by default without end.
+        """Wait until all members have ended, by default without end.
 
         Raises:
             ProcessFailedError: a member failed; the others have been ended. It is raised once.
@@ -168,8 +191,9 @@ class ProcessGroup:
             raise DDictError("the group was not started")
         with self._changed:
             if not self._changed.wait_for(lambda: not self._running, timeout):
-                puids = [member.puid for member in self._running]
-                raise DDictTimeoutError(f"processes {puids} still run after {timeout} s")
+                raise DDictTimeoutError(
+                    f"processes {[each.puid for each in self._running]} still run after {timeout} s"
+                )
             failed, self._failed = self._failed, []
         if failed:
             # Of those that have ended together, a signal is the cause, and an exit code may be its consequence.
@@ -180,14 +204,13 @@ class ProcessGroup:
             raise ProcessFailedError(message, puid=first.puid, exit_code=first.exit_code)
 
     def kill(self, signal_number: int = 9) -> None:
-        """Send a signal to all members that run, by default SIGKILL. Those that end by it do not count as failed."""
+        """Send a signal to all members that run, by default SIGKILL. However they end then, they have not failed."""
         for member in self._running:
-            member.signals.add(signal_number)
             member.send(signal_number)
 
     def stop(self) -> None:
         """End all members that still run: SIGTERM, then SIGKILL. All have ended on return."""
-        self._dismiss()
+        self._end()
         with self._changed:
             self._changed.wait_for(lambda: not self._running, _END_TIMEOUT_S)
 
@@ -225,19 +248,21 @@ class ProcessGroup:
         if self._is_started:
             raise DDictError("the group was started before, or closed")
 
-    def _works(self) -> list[tuple[int, ProcessTemplate, bytes]]:
+    def _processes(self) -> Iterable[_Child | RayMember]:
+        """Start all at once on Ray, else each when it is asked for."""
         import cloudpickle
 
         pickled = {}
         for one in {id(member.template): member.template for member in self._members}.values():
             pickled[id(one)] = cloudpickle.dumps((one.target, tuple(one.args), dict(one.kwargs or {})))
-        return [(member.puid, member.template, pickled[id(member.template)]) for member in self._members]
+        works = [(member.puid, member.template, pickled[id(member.template)]) for member in self._members]
+        return start_on_ray(works) if is_on_ray() else (_Child(*work) for work in works)
 
     def _note_end(self, member: _Member, process: _Child | RayMember) -> None:
         code, error = process.wait()
         with self._changed:
             member.exit_code, member.error = code, error
-            failed = member.has_failed
+            failed = code != 0 and not member.was_told
             if failed and not self._ignore_errors:
                 self._failed.append(member)
             self._changed.notify_all()
@@ -247,128 +272,47 @@ class ProcessGroup:
         if self._ignore_errors:
             _log.warning("process %d %s", member.puid, member.how)
         else:
-            threading.Thread(target=self._dismiss, name="ddict-group-end", daemon=True).start()
+            threading.Thread(target=self._end, name="ddict-group-end", daemon=True).start()
         templates = [member.template for member in self._members]
         arguments = [each for one in templates for each in (*one.args, *(one.kwargs or {}).values())]
         for barrier in {each for each in arguments if isinstance(each, Barrier)}:
             with contextlib.suppress(DDictError):
                 barrier.abort(f"process {member.puid} {member.how}")
 
-    def _dismiss(self) -> None:
+    def _end(self) -> None:
         """SIGTERM to all that run, SIGKILL to those who do not heed it."""
         with self._changed:
             running = self._running
             for member in running:
-                member.dismissed = member.send(signal.SIGTERM) or member.dismissed
+                member.send(signal.SIGTERM)
             self._changed.wait_for(lambda: not any(member.runs for member in running), TERMINATION_GRACE_S)
             for member in running:
                 if member.runs:
-                    member.signals.add(signal.SIGKILL)
                     member.send(signal.SIGKILL)
 
 
 _started: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
-def _fork_server() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    # What is imported there need not be imported again by each member: torch takes a second of a core. What this
-    # program has not imported is no business of its members either.
-    context.set_forkserver_preload([name for name in _PRELOADED if name in sys.modules])
-    from multiprocessing import forkserver
-
-    forkserver.ensure_running()
-    return context
-
-
-def _started_all(works: Sequence[tuple[int, ProcessTemplate, bytes]]) -> Iterable[_Child | RayMember]:
-    """Their processes: all at once on Ray, else each when it is asked for."""
-    if is_on_ray():
-        return start_on_ray(works)
-    context = _fork_server()
-    return (_Child(context, *work) for work in works)
-
-
-class _Child:
-    """A member that is a child process."""
-
-    def __init__(self, context: Any, puid: int, template: ProcessTemplate, work: bytes) -> None:
-        env = {**os.environ, **(template.env or {})}
-        if template.policy is not None and template.policy.gpu_affinity:
-            env["CUDA_VISIBLE_DEVICES"] = _visible_devices(template.policy.gpu_affinity)
-        self._report, remote = context.Pipe(duplex=False)
-        with remote:
-            args = (puid, env, template.cwd or os.getcwd(), remote, work)
-            self._process = context.Process(target=run_child, args=args, name=f"puid-{puid}", daemon=False)
-            self._process.start()
-        # Its exit code can be read once: not by `active_children` or the start of another process, in other threads.
-        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
-        self.pid: int = self._process.pid
-
-    def send(self, signal_number: int) -> bool:
-        """Send a signal; whether it still ran."""
-        # The fork server reaps it only when it has ended, and the sentinel then says so at once.
-        if wait_for([self._process.sentinel], 0):
-            return False
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal_number)
-        return True
-
-    def wait(self) -> tuple[int, str]:
-        """Exit code, negative for the number of a signal, and text of the error, once it has ended. For one thread."""
-        self._process.join()
-        code: int = self._process.exitcode
-        with self._report, contextlib.suppress(EOFError, OSError):
-            if code and self._report.poll(_REPORT_TIMEOUT_S):
-                return code, self._report.recv_bytes().decode()
-        return code, ""
-
-
-def _visible_devices(gpus: Sequence[int]) -> str:
-    # The numbers count the devices that this process sees, which may be a choice itself.
-    seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return ",".join(seen[gpu] if gpu < len(seen) else str(gpu) for gpu in gpus)
-
-
-def _dismiss_all() -> None:
+def _end_all() -> None:
     for group in list(_started):
-        group._dismiss()
+        group._end()
 
 
 # Registered after multiprocessing's own, so it runs before: that one would wait for members without end.
-atexit.register(_dismiss_all)
+atexit.register(_end_all)
 os.register_at_fork(after_in_child=_started.clear)
 
 
-RESTARTED_VARIABLE = "FLASHPOINT_RESTARTED"
-"""Environment variable: 1 if whoever starts the program starts it again after a failure. torchrun's count of restarts
-says the same."""
-
-
 class System:
-    """The machines that the program runs on.
-
-    Raises:
-        InvalidArgumentError: an environment variable has no meaning.
-    """
+    """The machines that the program runs on: ``nodes``, of which the first, ``primary_node``, is the one that it was
+    started on, and their number, ``nnodes``. Raises `InvalidArgumentError` for an environment variable without a
+    meaning."""
 
     def __init__(self) -> None:
-        self._nodes = all_nodes(look_for_gpus=True)
-
-    @property
-    def nodes(self) -> list[Node]:
-        """The machines; the first is the one that the program was started on."""
-        return list(self._nodes)
-
-    @property
-    def nnodes(self) -> int:
-        """Number of machines."""
-        return len(self._nodes)
-
-    @property
-    def primary_node(self) -> Node:
-        """The machine that the program was started on."""
-        return self._nodes[0]
+        self.nodes: list[Node] = all_nodes(look_for_gpus=True)
+        self.nnodes = len(self.nodes)
+        self.primary_node = self.nodes[0]
 
     @property
     def restarted(self) -> bool:
@@ -381,7 +325,7 @@ class System:
 
     def gpu_policies(self) -> list[Policy]:
         """A policy for each GPU, node by node: a process of its own, which sees that GPU only. Empty without GPUs."""
-        return [Policy((gpu,), number) for number, node in enumerate(self._nodes) for gpu in range(node.num_gpus)]
+        return [Policy((gpu,), number) for number, node in enumerate(self.nodes) for gpu in range(node.num_gpus)]
 
 
 class RankInfo:
@@ -395,9 +339,6 @@ class RankInfo:
         world_size: number of ranks.
         master_addr: where rank 0 can be reached.
         master_port: port there.
-
-    Raises:
-        DDictError: this process was told nothing.
     """
 
     def __init__(self) -> None:
@@ -432,9 +373,6 @@ class CollectiveGroup(ProcessGroup):
         training_kwargs: its keyword arguments.
         policies: one for each rank.
         port: MASTER_PORT; by default one that is free.
-
-    Raises:
-        InvalidArgumentError: there are no policies, or `training_fn` cannot be called.
     """
 
     def __init__(
@@ -453,12 +391,8 @@ class CollectiveGroup(ProcessGroup):
         self._port = port
 
     def init(self) -> None:
-        """Make ready to start: who runs where, and the port, are settled now.
-
-        Raises:
-            InvalidArgumentError: a policy names a node that is not there.
-            DDictError: it was called before.
-        """
+        """Make ready to start: who runs where, and the port, are settled now. Raise `InvalidArgumentError` if a policy
+        names a node that is not there, and `DDictError` if this was called before."""
         if self._is_init:
             raise DDictError("the group was made ready before")
         for template in _templates(self._work, self._policies, self._port):
@@ -467,19 +401,16 @@ class CollectiveGroup(ProcessGroup):
 
 
 def _templates(work: ProcessTemplate, policies: Sequence[Policy], port: int | None) -> list[ProcessTemplate]:
-    size = len(policies)
-    nodes = all_nodes()
-    count = len(nodes)
+    size, nodes = len(policies), all_nodes()
     # Without a word about nodes, they are filled one after the other.
-    where = [rank * count // size if policy.node is None else policy.node for rank, policy in enumerate(policies)]
+    where = [rank * len(nodes) // size if its.node is None else its.node for rank, its in enumerate(policies)]
     for node in where:
-        check_node(node, count)
-    on_node = collections.Counter(where)
+        check_node(node, len(nodes))
     port = free_port_on(where[0]) if port is None else port
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": nodes[where[0]].address, "MASTER_PORT": str(port)}
     if len({node.address for node in nodes}) == 1:
         common["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    placed: collections.Counter[int] = collections.Counter()
+    on_node = collections.Counter(where)
     templates = []
     for rank, (policy, node) in enumerate(zip(policies, where, strict=True)):
         threads = max(1, nodes[node].num_cpus // on_node[node])
@@ -487,11 +418,10 @@ def _templates(work: ProcessTemplate, policies: Sequence[Policy], port: int | No
             **common,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
             "RANK": str(rank),
-            "LOCAL_RANK": str(placed[node]),
+            "LOCAL_RANK": str(where[:rank].count(node)),
             "LOCAL_WORLD_SIZE": str(on_node[node]),
             "GROUP_RANK": str(node),
         }
-        placed[node] += 1
         here = Policy(policy.gpu_affinity, node)
         templates.append(ProcessTemplate(work.target, work.args, work.kwargs, env=env, policy=here))
     return templates

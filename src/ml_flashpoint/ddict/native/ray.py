@@ -1,7 +1,6 @@
-"""Processes on a Ray cluster, its nodes, and free ports.
+"""The machines of a program, those of its Ray cluster if it has one; free ports there; and processes that are actors.
 
-Owns the actors behind them. Each member of a group is an actor, which Ray places, watches, and ends with the program
-that made it; what a group does with its members is `processes`'.
+Each member of a group is an actor, which Ray places, watches, and ends with the program that made it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ml_flashpoint.ddict.errors import DDictError
@@ -25,26 +23,21 @@ GPUS_VARIABLE = "FLASHPOINT_NUM_GPUS"
 """Environment variable: number of GPUs of each node, in place of the CUDA devices that torch sees. For tests, and to
 share or reserve devices."""
 
-_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_LOWEST = 20_000  # `ray start` gives its workers 10002 to 19999
+# `ray start` gives its workers the ports below; Linux gives those from 32768 to whoever connects to anything.
+_PORTS = range(20_000, 32_768)
 _TRIES = 20
-
 _START_TIMEOUT_S = 120.0
 _LOOK_EVERY_S = 1.0
 DIED = 255  # exit code of a member whose end Ray tells, but not how it came
 
 
-def free_port(host: str = "") -> int:
+def free_port() -> int:
     """A port that nothing listens at now, and that the system hands out to nobody: a process that starts before it is
-    used could get it otherwise. ``host``: address of an interface of this machine; all of them by default."""
-    try:
-        below = range(_LOWEST, int(_EPHEMERAL.read_text().split()[0]))
-    except (OSError, ValueError, IndexError):
-        below = range(0)
+    used could get it otherwise."""
     # Not what a program has seeded: another one with the same seed would look at the same ports at the same time.
-    for port in [*random.SystemRandom().sample(below, min(_TRIES, len(below))), 0]:
+    for port in [*random.SystemRandom().sample(_PORTS, _TRIES), 0]:
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
+            probe.bind(("", port))
             return int(probe.getsockname()[1])
     raise OSError("there is no free port")
 
@@ -112,6 +105,15 @@ def _gpus_here() -> int:
     return torch.cuda.device_count()  # unlike is_available(), it does not initialise CUDA
 
 
+def check_node(node: int, count: int) -> None:
+    """Raise `InvalidArgumentError` if a node is not there."""
+    if not 0 <= node < count:
+        there = f"the cluster has {count}" if count > 1 else "there is one"
+        raise InvalidArgumentError(
+            f"there is no such node: {there}, and they count from 0", argument="node", value=node
+        )
+
+
 def _placed(node: int | None) -> dict[str, Any]:
     if node is None:
         return {"scheduling_strategy": "SPREAD"}
@@ -122,24 +124,12 @@ def _placed(node: int | None) -> dict[str, Any]:
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(nodes[node].ray_id, soft=False)}
 
 
-def check_node(node: int, count: int) -> None:
-    """Make sure that a node is there. Raises `InvalidArgumentError`: it is not."""
-    if not 0 <= node < count:
-        there = f"the cluster has {count}" if count > 1 else "there is one"
-        raise InvalidArgumentError(
-            f"there is no such node: {there}, and they count from 0", argument="node", value=node
-        )
-
-
 def free_port_on(node: int) -> int:
     """The same of a node, as it is at this moment."""
     if not is_on_ray():
-        return free_port(LOOPBACK)
+        return free_port()
     found = _ray().remote(free_port).options(num_cpus=0, **_placed(node)).remote()
     return int(_ray().get(found, timeout=_START_TIMEOUT_S))
-
-
-# -- members ----------------------------------------------------------------------------------------------------
 
 
 class _Runner:
@@ -149,12 +139,7 @@ class _Runner:
         return os.getpid()
 
     def run(self, *work: Any) -> tuple[int, str]:
-        try:
-            return run_work(*work)
-        finally:
-            # Its process is killed next, which is no death to those who wait for others.
-            if barriers := sys.modules.get("ml_flashpoint.ddict.native.barrier"):
-                barriers.say_farewell()
+        return run_work(*work)
 
 
 class RayMember:

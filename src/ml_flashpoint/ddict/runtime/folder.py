@@ -1,8 +1,4 @@
-"""The folder of one dictionary on this machine, and who still needs it.
-
-Owns where these folders are, the lock by which every process of a dictionary says that it is there, and the sweep of
-folders that nobody needs any more. What is in them belongs to the managers.
-"""
+"""The folder of one dictionary on this machine: made, held by a lock while a process needs it, and swept after."""
 
 from __future__ import annotations
 
@@ -35,16 +31,8 @@ LAST_WORDS_S = 0.5  # for `remove_unused` by a process that was told of the end 
 
 
 class FolderHold:
-    """A process's shared lock on the folder of a dictionary: while there is one, nobody removes the folder.
-
-    Each process takes its own; a forked child lets go of the one that it has inherited.
-
-    Args:
-        folder: of the dictionary.
-
-    Raises:
-        DDictError: the folder is gone, or is being removed.
-    """
+    """A process's shared lock on the folder of a dictionary: while there is one, nobody removes the folder. A forked
+    child lets go of it. Raises `DDictError` if the folder is gone, or is being removed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,12 +1,9 @@
 """Managers on the nodes of a Ray cluster, and the coordinator.
 
-Owns placing, starting and ending the actors, one a node. The managers there are its children, as they are the creator's
-elsewhere (`embedded`). A manager that dies is started again by its actor, and an actor by Ray, on another node if its
-own is lost. Data never goes through Ray: managers say to the coordinator where they listen, and that tells clients.
-
-The managers of one node are a bundle of a placement group, whose bundles are spread over the nodes. A bundle whose node
-is lost goes to another one, which then has two if no node was to spare. Ray is told what the managers' processes need;
-what values need is `total_mem`, which users plan for as for their own memory.
+Each node has an actor, beside which its managers run as they do beside the creator elsewhere (`embedded`). Ray starts
+the actor again, on another node if its own is lost: the managers of a node are a bundle of a placement group, which
+then has two bundles on one node if none was to spare. Data never goes through Ray: managers say to the coordinator
+where they listen, and that tells clients.
 
 Actors belong to the process that makes the dictionary: when that ends, so do they. Their arguments, with the secret in
 them, can be had by whoever may run code in the Ray cluster, who could do everything else as well.
@@ -63,7 +60,7 @@ class RayNode(EmbeddedRuntime):
             warnings.simplefilter("ignore")  # Ray's own use of what it deprecates
             restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         try:
-            super().__init__()
+            super().__init__(detached=True)
             here = {
                 "configuration": {**configuration, "base": str(self.base)},
                 "host": own_host(),

@@ -23,7 +23,6 @@ refused: it has no name that another process can find it by.
 
 from __future__ import annotations
 
-import decimal
 import io
 import math
 import numbers
@@ -43,7 +42,6 @@ MAX_KEY_BYTES: Final = 64 << 10  # longest encoded key
 _FLOAT: Final = struct.Struct(">d")
 _LENGTH: Final = struct.Struct(">I")
 _MAX_DEPTH: Final = 32
-_MAX_DIGITS: Final = 4300  # Python's own limit, unless it was changed
 _NAN: Final = _FLOAT.pack(math.nan)
 
 
@@ -156,22 +154,18 @@ def _encode_int(key: int) -> bytes:
 
 
 def _encode_number(key: Any) -> bytes | None:
-    """A number as the integer or float that it equals; None: it equals none."""
+    """A number as the integer or float that it equals; None: it equals no float."""
     if isinstance(key, int) and _compares_as(type(key), int):
         return _encode_int(int(key))
     try:
-        if key != key:
+        real = float(key.real if isinstance(key, complex) else key)
+        if math.isnan(real):
             return b"f" + _NAN if isinstance(key, float) else None
-        if isinstance(key, decimal.Decimal) and abs(key.adjusted()) > _MAX_DIGITS:
-            return None  # no float either, and the integer would take for ever to compute
-        real = float(key.real) if isinstance(key, complex) and not key.imag else key
-        whole = None if real in (math.inf, -math.inf) else int(real)
-        if whole is not None and whole == key and hash(whole) == hash(key):
-            return _encode_int(whole)
-        approximate = float(real)
-    except (TypeError, ValueError, OverflowError, ArithmeticError):
+        if real != key or hash(real) != hash(key):
+            return None
+    except (TypeError, ValueError, ArithmeticError):
         return None
-    return b"f" + _FLOAT.pack(approximate) if approximate == key and hash(approximate) == hash(key) else None
+    return _encode_int(int(real)) if real.is_integer() else b"f" + _FLOAT.pack(real)
 
 
 def _joined(encodings: Iterable[bytes]) -> bytes:

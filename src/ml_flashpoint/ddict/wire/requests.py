@@ -77,9 +77,10 @@ class Account(NamedTuple):
 
 
 class SealedPart(NamedTuple):
-    """The snapshot that a manager has of a committed cut."""
+    """The snapshot that a manager has of a committed cut: the part ``run`` of ``step``."""
 
-    run: int  # the number of its part
+    run: int
+    step: int
     cut: int
     checkpoint_id: int
 
@@ -201,43 +202,25 @@ class Freeze(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """Begin an epoch: drop all above its base. What a manager that was lost has, all others go back to.
-
-    Attributes:
-        epoch: its number.
-        base: the checkpoint that it begins at; -1: empty.
-        cut: the newest that any manager was asked for. What is written at ``base`` from now on is late for it.
-        keep: cuts that can be gone back to, that of ``base`` included unless it is -1.
-        pinned: others that are yet to be persisted.
-        sealed: the snapshots that this manager has of them: one that was lost recovers these.
-        restored: the version to read the one cut from, if it is not here.
-        freeze: see `Freeze`.
-    """
+    """Begin an epoch: drop all above its base. What a manager that was lost has, all others go back to."""
 
     epoch: int
-    base: int
-    cut: int
-    keep: tuple[int, ...]
-    pinned: tuple[int, ...]
-    sealed: tuple[SealedPart, ...]
-    restored: Fields | None
-    frozen: bool
+    base: int  # the checkpoint that it begins at; -1: empty
+    cut: int  # the newest that any manager was asked for: what is written at the base from now on is late for it
+    keep: tuple[int, ...]  # cuts that can be gone back to, that of the base included unless that is -1
+    pinned: tuple[int, ...]  # others that are yet to be persisted
+    sealed: tuple[SealedPart, ...]  # the snapshots that this manager has of them: one that was lost recovers these
+    restored: Fields | None  # the version to read the one cut from, if that is not here
+    frozen: bool  # see `Freeze`
     number: int
 
 
 class Discard(NamedTuple):
-    """Discard what a handle wrote above a checkpoint.
-
-    Attributes:
-        whose: the handle, the checkpoint that it goes back to, the epoch that this was decided in, which the manager
-            may be yet to begin, and the generation of the handle's request.
-        number: higher in later requests, which may overtake earlier ones.
-        dead: its process was killed, so that whatever comes of that handle yet is refused.
-    """
+    """Discard what a handle wrote above a checkpoint. The manager may be yet to begin the epoch."""
 
     whose: Whose
-    number: int
-    dead: bool
+    number: int  # higher in later requests, which may overtake earlier ones
+    dead: bool  # its process was killed: whatever comes of that handle yet is refused
 
 
 class Prepare(NamedTuple):
@@ -250,7 +233,7 @@ class Prepare(NamedTuple):
 
 
 class Seal(NamedTuple):
-    """Have verified copies of a prepared cut; ``run``: the number of the snapshot's part."""
+    """Have verified copies of a prepared cut; ``part``: run and step of the snapshot's part."""
 
     epoch: int
     cut: int
@@ -416,38 +399,26 @@ class SealedBy(NamedTuple):
 # ---- how they travel ------------------------------------------------------------------------------------------------
 
 
-def _integer(value: Any) -> int:
-    if type(value) is not int or not -1 <= value < 1 << 63:
-        raise ValueError(f"{value!a} is no integer from -1")
-    return value
+def _of(kind: type, is_right: Callable[[Any], bool] = lambda value: True) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if type(value) is not kind or not is_right(value):
+            raise ValueError(f"not the {kind.__name__} that it should be")
+        return value
+
+    return read
 
 
-def _number(value: Any) -> float:
-    if type(value) not in (int, float):
-        raise ValueError(f"{value!a} is no number")
-    number: float = value
-    return number
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str or len(value) > _MOST_TEXT:
-        raise ValueError("not a short text")
-    return value
-
-
-def _of_type(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"{value!a} is no {kind.__name__}")
-    return value
+def _or(other: type, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: value if type(value) is other else read(value)
 
 
 _READERS: Final[dict[Any, Callable[[Any], Any]]] = {
-    int: _integer,
-    float: _number,
-    str: _text,
-    bool: lambda value: _of_type(bool, value),
-    Fields: lambda value: _of_type(dict, value),
-    Fields | None: lambda value: None if value is None else _of_type(dict, value),
+    int: _of(int, lambda value: -1 <= value < 1 << 63),
+    float: _or(int, _of(float)),
+    str: _of(str, lambda value: len(value) <= _MOST_TEXT),
+    bool: _of(bool),
+    Fields: _of(dict),
+    Fields | None: _or(type(None), _of(dict)),
 }
 
 
@@ -455,16 +426,12 @@ def _reader_of(kind: Any) -> Callable[[Any], Any]:
     """Return what reads a value, by the type that it is declared with: one of these, a named tuple, or many of one."""
     if kind in _READERS:
         return _READERS[kind]
+    as_list = _of(list)
     if get_origin(kind) is tuple:
         each = _reader_of(get_args(kind)[0])
-        return lambda value: tuple(map(each, _of_type(list, value)))
+        return lambda value: tuple(map(each, as_list(value)))
     readers = [_reader_of(each) for each in get_type_hints(kind).values()]
-    return lambda value: kind(*[read(one) for read, one in zip(readers, _of_type(list, value), strict=True)])
-
-
-def name_of(request: Request) -> str:
-    """Return the name that a request travels by."""
-    return _NAMES[type(request)]
+    return lambda value: kind(*[read(one) for read, one in zip(readers, as_list(value), strict=True)])
 
 
 _NAMES: Final = {
@@ -475,9 +442,14 @@ _NAMES: Final = {
 _BY_NAME: Final = {name: _reader_of(kind) for kind, name in _NAMES.items()}
 
 
+def name_of(request: Request) -> str:
+    """Return the name that a request travels by."""
+    return _NAMES[type(request)]
+
+
 def encode(request: Request, left_s: float) -> tuple[str, Fields]:
     """Return the name of an operation, and its fields. ``left_s``: seconds that are left to whoever asks."""
-    return _NAMES[type(request)], {"a": request, "t": left_s}
+    return name_of(request), {"a": request, "t": left_s}
 
 
 def decode(operation: str, fields: Fields) -> tuple[Request, float]:
@@ -486,7 +458,7 @@ def decode(operation: str, fields: Fields) -> tuple[Request, float]:
     if read is None:
         raise ProtocolError(f"there is no operation {operation!a}")
     try:
-        left_s = _number(fields["t"])
+        left_s = _READERS[float](fields["t"])
         if not 0 <= left_s <= _LONGEST_S:
             raise ValueError("not the seconds that are left")
         request: Request = read(fields["a"])

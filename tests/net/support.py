@@ -1,17 +1,10 @@
-"""What the transfer tests share: a store in plain memory, and peers of all kinds.
-
-Run as a program, it is such a peer, see `PeerProcess`.
-"""
+"""Servers, stores and peers of all kinds for the tests of connections, also in processes of their own."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,16 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ml_flashpoint.format.digest import digest_block
-from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
+from ml_flashpoint.ddict.errors import REQUESTS, DDictCheckpointRetiredError, DDictKeyError
+from ml_flashpoint.format.digest import digest_blocks
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, InvalidArgumentError, ObjectNotFoundError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode
 from ml_flashpoint.format.names import SaveId, object_name
-from ml_flashpoint.net import handshake
+from ml_flashpoint.net import client
 from ml_flashpoint.net.channel import Channel
-from ml_flashpoint.net.client import connect
+from ml_flashpoint.net.client import Address, Connection
 from ml_flashpoint.net.messages import Fields, Message
+from ml_flashpoint.net.server import Peer, RequestServer
 from ml_flashpoint.net.transfers import TRANSFERS, BlockChecker, PartName, PeerConnection, TransferService
-from tests.support.processes import suspend
+from tests.support.forked import Report
+from tests.support.netns import enter
 
 SECRET = b"the secret of the job that tests"
 SAVE = SaveId(7, 5)
@@ -37,18 +33,113 @@ PART = PartName(SAVE, 3)
 NAME = object_name(3, SAVE.text)
 BLOCK = 512 << 10
 """Small enough for quick tests, large enough to be verified by a thread of its own."""
-REPOSITORY = Path(__file__).resolve().parents[2]
 LARGE = 64 << 20
 """More than two sockets hold, so that a transfer of it that is stopped is stopped midway."""
+DEADLINE_S = 20.0
 SLACK_S = 15.0
 """What a busy machine may add to a deadline. Far below the default deadlines, which no test may wait for."""
 
 
+# ---- requests ---------------------------------------------------------------------------------------------------
+
+
+class Echo:
+    """Answers with what it was asked, and does a few other things."""
+
+    def __init__(self, report: Callable[..., None] | None = None) -> None:
+        self.report = report
+        self.condition = threading.Condition()
+        self.opened: list[Peer] = []
+        self.closed_sessions: list[int] = []
+        self.handled: list[tuple[int, str]] = []
+        self.go_on = threading.Event()
+
+    def open(self, peer: Peer) -> int:
+        with self.condition:
+            self.opened.append(peer)
+            return len(self.opened) - 1
+
+    def handle(
+        self, session: int, op: str, fields: dict[str, Any], blobs: list[bytes]
+    ) -> tuple[dict[str, Any], Sequence[Any]]:
+        with self.condition:
+            self.handled.append((session, op))
+            self.condition.notify_all()
+        if op == "wait":
+            if self.report is not None:
+                self.report("waits")
+            assert self.go_on.wait(DEADLINE_S)
+        elif op == "retired":
+            raise DDictCheckpointRetiredError("too old", checkpoint_id=7, manager=2, hint="read a newer one")
+        elif op == "full":
+            raise CapacityError("no room", needed_bytes=10, available_bytes=3)
+        elif op == "bad argument":
+            raise InvalidArgumentError("no", argument="timeout", value=-1)
+        elif op == "own error":
+            raise OwnError("a subclass")
+        elif op == "bug":
+            raise ZeroDivisionError("a bug")
+        elif op == "not json":
+            return {"x": {1, 2}}, []
+        return fields, blobs
+
+    def closed(self, session: int) -> None:
+        with self.condition:
+            self.closed_sessions.append(session)
+            self.condition.notify_all()
+
+    def wait_for(self, what: Callable[[], bool]) -> bool:
+        with self.condition:
+            return self.condition.wait_for(what, DEADLINE_S)
+
+
+class OwnError(DDictKeyError):
+    """No type that a client knows."""
+
+
+def connect(address: Address, secret: bytes = SECRET) -> Connection:
+    return Connection(address, secret, REQUESTS, connect_timeout_s=DEADLINE_S)
+
+
+def raw(address: Address) -> socket.socket:
+    """A connected socket, without handshake, that is reset when it is closed."""
+    if address[0] == "unix":
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(DEADLINE_S)
+        sock.connect(str(address[1]))
+    else:
+        sock = socket.create_connection(address[1:], timeout=DEADLINE_S)  # type: ignore[arg-type]
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\0" * 8)
+    return sock
+
+
+def last_words(sock: socket.socket) -> bytes | None:
+    """What the other side sends until it closes the connection; None if it does not close it in time."""
+    said = b""
+    try:
+        while data := sock.recv(1 << 16):
+            said += data
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        return None
+    return said
+
+
+def is_hung_up(sock: socket.socket) -> bool:
+    """Whether the other side closes the connection, whatever it sends before."""
+    return last_words(sock) is not None
+
+
+def receive_exactly(sock: socket.socket, count: int) -> bytes:
+    return sock.recv(count, socket.MSG_WAITALL)
+
+
+# ---- transfers --------------------------------------------------------------------------------------------------
+
+
 def record_of(data: bytes | mmap.mmap, block_size: int = BLOCK) -> ObjectRecord:
-    with memoryview(data) as view:
-        size = len(view)
-        digests = tuple(digest_block(view[at : at + block_size]) for at in range(0, size, block_size))
-    return ObjectRecord(size, size, digests, block_size)
+    return ObjectRecord(len(data), len(data), digest_blocks(data, block_size=block_size), block_size)
 
 
 def manifest_of(record: ObjectRecord, rank: int = 3) -> Manifest:
@@ -120,15 +211,14 @@ class MemoryStore:
 
 
 @contextlib.contextmanager
-def serving(store: MemoryStore | None = None, secret: bytes = SECRET, **options: Any) -> Iterator[TransferService]:
-    options.setdefault("deadline_s", 10.0)
-    with TransferService(secret, store or MemoryStore(), host="127.0.0.1", **options) as service:
+def serving(store: MemoryStore | None = None, **options: Any) -> Iterator[TransferService]:
+    options = {"host": "127.0.0.1", "deadline_s": 10.0, **options}
+    with TransferService(SECRET, store or MemoryStore(), **options) as service:
         yield service
 
 
-def connection_to(service: TransferService, secret: bytes = SECRET, **options: Any) -> PeerConnection:
-    options.setdefault("deadline_s", 10.0)
-    return PeerConnection(service.address, secret, node="n2", **options)
+def connection_to(service: TransferService, **options: Any) -> PeerConnection:
+    return PeerConnection(service.address, SECRET, node="n2", **{"deadline_s": 10.0, **options})
 
 
 def push(peer: PeerConnection, data: bytes, rider: Fields | None = None, *, damage: int | None = None) -> bool:
@@ -151,6 +241,10 @@ def fetch(
         peer.fetch(part, blocks, **options)
 
 
+def channel_to(service: TransferService) -> Channel:
+    return client.connect(("tcp", *service.address), SECRET, TRANSFERS, within_s=10, stall_s=10)
+
+
 def begin_push(channel: Channel, manifest: Manifest | bytes) -> Message:
     """Ask to push, as a client would; return the answer."""
     blob = manifest if isinstance(manifest, bytes) else encode(manifest)
@@ -158,33 +252,11 @@ def begin_push(channel: Channel, manifest: Manifest | bytes) -> Message:
     return channel.receive(request=False)
 
 
-def raw_connection(service: TransferService) -> socket.socket:
-    sock = socket.create_connection(service.address, timeout=10)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\0" * 8)
-    return sock
-
-
-def channel_to(service: TransferService, deadline_s: float = 10.0) -> Channel:
-    return connect(("tcp", *service.address), SECRET, TRANSFERS, within_s=10, stall_s=deadline_s)
-
-
 def refusal_to(channel: Channel) -> FlashpointError:
     """What is answered, which must be an error."""
     subject = channel.receive(request=False).subject
     assert isinstance(subject, dict)
     return TRANSFERS.rebuild(subject)
-
-
-def is_hung_up(sock: socket.socket) -> bool:
-    """Whether the other side hangs up within the socket's timeout, saying at most that it refuses us."""
-    try:
-        return sock.recv(handshake.MAC_BYTES, socket.MSG_WAITALL) in (b"", handshake.REFUSED) and sock.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
-def receive_exactly(sock: socket.socket, count: int) -> bytes:
-    return sock.recv(count, socket.MSG_WAITALL)
 
 
 @contextlib.contextmanager
@@ -266,78 +338,37 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-# --- Peers in processes of their own ------------------------------------------------------------------------
+# ---- in children ------------------------------------------------------------------------------------------------
 
 
-class PeerProcess:
-    """This module as a program: `serve`, `fetch` or `push`, telling what happens as lines of JSON on stdout.
-
-    A transfer that it makes stops midway, says `{"midway": true}` and goes on when told to.
-    """
-
-    def __init__(self, *arguments: str, command: Callable[[Sequence[str]], list[str]] = list) -> None:
-        self._process = subprocess.Popen(
-            command([sys.executable, "-m", "tests.net.transfer_support", *arguments]),
-            cwd=REPOSITORY,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self) -> PeerProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        self._process.communicate(timeout=20)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(20)
-
-    def stop(self) -> None:
-        """Freeze it: it stays connected and does nothing."""
-        suspend(self._process.pid)
-
-    def tell(self) -> Any:
-        """The next thing that it says."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise AssertionError(f"the peer ended: {self._process.communicate(timeout=20)[1]}")
-        return json.loads(line)
-
-    def go_on(self) -> None:
-        """Let it continue."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-
-    def wait(self) -> tuple[int, str]:
-        """Its return code and what it wrote to stderr."""
-        errors = self._process.communicate(timeout=60)[1]
-        return self._process.returncode, errors
+def serve_requests(report: Report, folder: str) -> None:
+    """A server of requests, until it is killed."""
+    options = {"unix_path": str(Path(folder, "s")), "tcp_host": "127.0.0.1"}
+    with RequestServer(SECRET, Echo(report), REQUESTS, **options) as server:  # type: ignore[arg-type]
+        report("addresses", server.addresses)
+        report.listen()
 
 
-def _say(**values: Any) -> None:
-    os.write(1, (json.dumps(values) + "\n").encode())
+def serve_transfers(report: Report, host: str, deadline_s: float, namespace: str | None = None) -> None:
+    """A service that has a large object of zeros; it tells how the first push to it has ended."""
+    if namespace is not None:
+        enter(namespace)
+    store = MemoryStore({PART: mmap.mmap(-1, LARGE)})
+    with TransferService(SECRET, store, host=host, deadline_s=deadline_s) as service:
+        report("address", service.address)
+        store.ended.wait()
+        report("ended", len(store.committed), len(store.aborted))
+        report.listen()
 
 
-def _main(role: str, host: str, port: str, deadline_s: str) -> None:
-    data = mmap.mmap(-1, LARGE if role != "push" else 4 * LARGE)
+def transfer(
+    report: Report, role: str, address: tuple[str, int], deadline_s: float, namespace: str | None = None
+) -> None:
+    """A client that stops midway, and goes on when it is told to; it tells how that has ended."""
+    if namespace is not None:
+        enter(namespace)
+    data = mmap.mmap(-1, LARGE if role == "fetch" else 4 * LARGE)
     record = record_of(data, block_size=1 << 20)
-    store = MemoryStore({PART: data})
-    if role == "serve":
-        with TransferService(SECRET, store, host=host, deadline_s=float(deadline_s)) as service:
-            _say(port=service.address[1])
-            store.ended.wait()
-            _say(committed=len(store.committed), aborted=len(store.aborted))
-            sys.stdin.readline()
-        return
-    if role == "exit":
-        _exit_amid_transfers(store, record)
-        return
     asked = 0
 
     def midway() -> bool:
@@ -345,23 +376,26 @@ def _main(role: str, host: str, port: str, deadline_s: str) -> None:
         asked += 1
         # The first questions are asked while waiting for the peer's consent.
         if asked == 5:
-            _say(midway=True)
-            sys.stdin.readline()
+            report("midway")
+            report.listen()
         return False
 
     try:
-        with PeerConnection((host, int(port)), SECRET, node="n2", deadline_s=float(deadline_s)) as peer:
+        with PeerConnection(address, SECRET, node="n2", deadline_s=deadline_s) as peer:
             if role == "push":
                 peer.push(manifest_of(record), memoryview(data), cancelled=midway)
             else:
                 fetch(peer, record, memoryview(data), cancelled=midway)
-        _say(error=None)
+        report("outcome", "none", None, None, None)
     except FlashpointError as exc:
-        _say(error=type(exc).__name__, text=str(exc), step=exc.step, rank=exc.rank, node=exc.node)
+        report("outcome", type(exc).__name__, exc.step, exc.rank, exc.node)
 
 
-def _exit_amid_transfers(store: MemoryStore, record: ObjectRecord) -> None:
-    service = TransferService(SECRET, store, host="127.0.0.1")
+def exit_amid_transfers() -> None:
+    """End the main thread, and so the process, while others fetch."""
+    data = mmap.mmap(-1, LARGE)
+    record = record_of(data, block_size=1 << 20)
+    service = TransferService(SECRET, MemoryStore({PART: data}), host="127.0.0.1")
     busy = threading.Barrier(4)
 
     def fetch_on_and_on() -> None:
@@ -374,7 +408,3 @@ def _exit_amid_transfers(store: MemoryStore, record: ObjectRecord) -> None:
     for _ in range(3):
         threading.Thread(target=fetch_on_and_on, daemon=True).start()
     busy.wait()
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -1,12 +1,8 @@
-"""Connections that the handles of a process share, and a session that keeps those that write attached.
-
-Owns what the coordinator is told of each handle, also by others than the handle: when it is gone, or does nothing; and
-the connection, the session, by whose end the coordinator knows that the process was killed.
-"""
+"""The account of a handle, and the session that a process has with the coordinator for all of its handles."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import queue
 import secrets
@@ -22,20 +18,17 @@ from ml_flashpoint.ddict.errors import (
     DDictError,
     DDictManagerLostError,
     DDictWritesLostError,
-    StaleEpochError,
     StaleRequestError,
     writes_lost,
 )
 from ml_flashpoint.ddict.links import Exchange, Links, locator
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
-from ml_flashpoint.ddict.wire.requests import Account, Back, CatchUp, Join, Leave, Watch, Whose, Written
+from ml_flashpoint.ddict.wire.requests import Account, Back, CatchUp, Leave, Watch, Whose, Written
 from ml_flashpoint.format.errors import FlashpointError
 
-_log = logging.getLogger(__name__)
-
 _WATCH_S = 20
-_PATIENCE_S = 900_000.0
-_LONGEST_PAUSE_S = 1.0
+_ANSWER_S, _PATIENCE_S = 5.0, 900_000.0
+_RETRY_S = 0.2
 _LEAVE_S = 5.0
 _CATCH_UP_S = 60.0
 
@@ -54,14 +47,13 @@ class Standing:
     """
 
     def __init__(self, handle: str, session: str, checkpoint_id: int, epoch: int) -> None:
-        self.handle, self.checkpoint_id, self.epoch = handle, checkpoint_id, epoch
+        self.handle, self.session, self.checkpoint_id, self.epoch = handle, session, checkpoint_id, epoch
         self.joined = self.astray = False
         self.written = Written()
         self.lost: tuple[str, int, int | None] | None = None
         self.untold: DDictError | None = None
         self.generation = 0
         self.going_back: Back | None = None
-        self.session = session
         self._base = (-1, 0)  # where the epoch began: a checkpoint and the number of its cut
         self._lock = threading.Lock()
 
@@ -71,7 +63,7 @@ class Standing:
         return self.joined or self.astray or self.going_back is not None or self.written != Written()
 
     def whose(self, *, writes: bool = False) -> Whose:
-        """Return whose a request is."""
+        """Return whose a request is. Raise `StaleRequestError` if the handle has something else to do first."""
         with self._lock:
             if self.untold is not None or (writes and (self.lost is not None or self.going_back is not None)):
                 raise StaleRequestError("this handle has something else to do first")
@@ -98,11 +90,6 @@ class Standing:
             self.going_back = back
             self.generation += 1
 
-    def wrote_above(self, checkpoint_id: int) -> bool:
-        """Return True if it may have written something above a committed checkpoint."""
-        with self._lock:
-            return self.written.checkpoint > checkpoint_id
-
     def wrote(self, written: Written, epoch: int) -> None:
         """Note what it has written, in an epoch that may be over by now."""
         with self._lock:
@@ -121,7 +108,7 @@ class Standing:
             self.astray = False
 
     def catch_up(self, links: Links, deadline: float) -> None:
-        """Hear what has begun; see `Coordinator.catch_up`."""
+        """Hear what has begun; see `Rules.catch_up`."""
         asked = self.account()
         answer = links.call(COORDINATOR, CatchUp(asked), deadline=deadline).fields
         with self._lock:
@@ -143,9 +130,8 @@ class Standing:
                 )
 
     def _lose(self, why: str, base: int, manager: int | None) -> None:
-        to = min(max(base, 0), self.checkpoint_id)
-        self.lost = why, to, manager
-        self.untold = writes_lost(why, to, manager)
+        self.lost = why, min(max(base, 0), self.checkpoint_id), manager
+        self.untold = writes_lost(*self.lost)
 
     def tell(self) -> None:
         """Raise what it has to be told, once."""
@@ -159,15 +145,18 @@ class Standing:
     def check_whole(self) -> None:
         """Raise `DDictWritesLostError` if something is lost that it has to go back for."""
         with self._lock:
-            lost = self.lost
-            if lost is not None and isinstance(self.untold, DDictWritesLostError):
+            if self.lost is None:
+                return
+            if isinstance(self.untold, DDictWritesLostError):
                 self.untold = None
-        if lost is not None:
-            raise writes_lost(*lost)
+            raise writes_lost(*self.lost)
 
 
-class Keepalive:
-    """See the module. Thread-safe. It begins with the first handle that writes.
+class Session:
+    """A connection by whose end the coordinator knows that this process is gone; it begins with the first write.
+
+    One thread hears of epochs by it, for handles that do nothing: others may wait for what they say. Another one
+    detaches handles that were garbage collected. Thread-safe.
 
     Attributes:
         id: of the session.
@@ -183,15 +172,15 @@ class Keepalive:
         self._failure = "it does not answer"
         self._gone: queue.SimpleQueue[Standing | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        _keepalives.add(self)
+        _sessions.add(self)
 
     def begin(self, deadline: float) -> None:
-        """Have a session."""
+        """Have the connection."""
         with self._lock:
             if not self._threads:
                 self._threads = [
-                    threading.Thread(target=run, name=name, daemon=True)
-                    for run, name in ((self._run, "ddict-keepalive"), (self._run_leaving, "ddict-leave"))
+                    threading.Thread(target=self._hear, name="ddict-session", daemon=True),
+                    threading.Thread(target=self._run_leaving, name="ddict-leave", daemon=True),
                 ]
                 for thread in self._threads:
                     thread.start()
@@ -204,6 +193,31 @@ class Keepalive:
         if self._closed.is_set():
             raise DDictDestroyedError("the dictionary was destroyed")
 
+    def _hear(self) -> None:
+        while not self._closed.is_set():
+            try:
+                with contextlib.closing(self._links.connect(COORDINATOR, _ANSWER_S)) as link:
+                    self._hear_by(link)
+            except DDictDestroyedError:
+                self.close()
+            except Exception as error:  # without this thread, commits would go on without the handles of this process
+                if not self._closed.is_set():
+                    self._failure = str(error)
+                    self._attached.clear()
+                self._closed.wait(_RETRY_S)
+
+    def _hear_by(self, link: Any) -> None:
+        epoch, seconds, patience = 0, 0, _ANSWER_S
+        while not self._closed.is_set():
+            told = Exchange(link, time.monotonic() + patience).request(Watch(self.id, epoch, seconds)).fields["epoch"]
+            for standing in list(self.standings.values()):
+                # All after a new connection: the end of the one before was taken for the end of this process.
+                if standing.epoch < told or not seconds:
+                    standing.catch_up(self._links, time.monotonic() + _CATCH_UP_S)
+            self._attached.set()
+            # A coordinator that is stopped takes its time. The end of either side breaks the connection.
+            epoch, seconds, patience = int(told), _WATCH_S, _PATIENCE_S
+
     def forget(self, standing: Standing) -> None:
         """Detach a handle that was garbage collected: from any thread at any moment, so it takes no lock."""
         self._gone.put(standing)
@@ -215,78 +229,17 @@ class Keepalive:
                     self._links.call(COORDINATOR, Leave(standing.account()), deadline=time.monotonic() + _LEAVE_S)
                     break
                 except FlashpointError:
-                    self._closed.wait(_LONGEST_PAUSE_S)
-                except Exception:  # without this thread, handles that are forgotten would hold up commits
-                    _log.exception("a handle that is gone could not be detached")
-                    break
+                    self._closed.wait(_RETRY_S)
             self.standings.pop(standing.handle, None)
         self.close()
 
-    def close_later(self) -> None:
-        """Close when those that were forgotten have left: like `forget`, for the last handle of all."""
-        if self._threads:
-            self._gone.put(None)
-        else:
+    def end(self) -> list[threading.Thread]:
+        """Close once the handles that were forgotten have left. Return the threads that this takes. For the garbage
+        collector, too, so it waits for nothing."""
+        self._gone.put(None)
+        if not self._threads:
             self.close()
-
-    def await_end(self, deadline: float) -> None:
-        """Wait until those that were forgotten have left, if that is all that there is to be done."""
-        if not self.standings or not self._gone.empty():
-            self._gone.put(None)
-            for thread in self._threads[1:]:
-                thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _run(self) -> None:
-        pause = 0.01
-        while not self._closed.is_set():
-            try:
-                link = self._links.connect(COORDINATOR, 5.0)
-                try:
-                    Exchange(link, time.monotonic() + 5.0).request(Watch(self.id, -1, 0))
-                    for standing in list(self.standings.values()):
-                        self._join_again(standing)
-                    self._attached.set()
-                    pause, epoch = 0.01, 0
-                    while not self._closed.is_set():
-                        # A coordinator that is stopped takes its time. The end of either side breaks the connection.
-                        exchange = Exchange(link, time.monotonic() + _PATIENCE_S)
-                        epoch = int(exchange.request(Watch(self.id, epoch, _WATCH_S)).fields["epoch"])
-                        self._tell(epoch)
-                finally:
-                    if not self._closed.is_set():
-                        self._attached.clear()
-                    link.close()
-            except DDictDestroyedError:
-                self.close()
-            except FlashpointError as error:
-                self._failure = str(error)
-                self._closed.wait(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
-            except Exception:  # without this thread, commits would go on without the handles of this process
-                _log.exception("the connection that keeps handles attached failed")
-                self._closed.wait(_LONGEST_PAUSE_S)
-
-    def _tell(self, epoch: int) -> None:
-        """Have handles that do nothing at the moment hear of an epoch: others may wait for them to."""
-        for standing in list(self.standings.values()):
-            if standing.epoch < epoch:
-                standing.catch_up(self._links, time.monotonic() + _CATCH_UP_S)
-
-    def _join_again(self, standing: Standing) -> None:
-        """Join after the connection broke, although this process lives: the coordinator took it for killed."""
-        deadline = time.monotonic() + _LEAVE_S
-        while True:
-            try:
-                self._links.call(COORDINATOR, Join(standing.account()), deadline=deadline)
-                return
-            except StaleEpochError:
-                standing.catch_up(self._links, time.monotonic() + _CATCH_UP_S)
-                return
-            except StaleRequestError:  # it has asked for something else meanwhile, perhaps to leave
-                if standing.handle not in self.standings:
-                    return
-                if time.monotonic() >= deadline:
-                    raise
+        return self._threads[1:]
 
     def close(self) -> None:
         """Detach all, and close the connections. Does not wait."""
@@ -296,13 +249,13 @@ class Keepalive:
         self._links.close()
 
 
-_keepalives: weakref.WeakSet[Keepalive] = weakref.WeakSet()
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
-def await_leaves(deadline: float) -> None:
-    """Wait, at the end of a process, until the handles that it had, and forgot, have left."""
-    for keepalive in list(_keepalives):
-        keepalive.await_end(deadline)
+def end_sessions(deadline: float) -> None:
+    """Have the handles that this process had, and forgot, leave before it ends."""
+    for thread in [each for session in list(_sessions) for each in session.end()]:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Client:
@@ -312,18 +265,18 @@ class Client:
         found = locator(configuration)
         self.links = Links(found, configuration.secret)
         self.is_local = found.is_local
-        self.keepalive = Keepalive(self.links)
+        self.session = Session(self.links)
         self.writer = ValueWriter()
-        self._finalizer = weakref.finalize(self, _close, self.keepalive, self.writer)
+        self._finalizer = weakref.finalize(self, _close, self.session, self.writer)
 
     def close(self) -> None:
         """Let go of everything; also done when the last handle of the process is gone."""
-        self.keepalive.close()
+        self.session.close()
         self._finalizer()
 
 
-def _close(keepalive: Keepalive, writer: ValueWriter) -> None:
-    keepalive.close_later()
+def _close(session: Session, writer: ValueWriter) -> None:
+    session.end()
     writer.close()
 
 
@@ -346,7 +299,7 @@ def _after_fork() -> None:
     for client in list(_clients.values()):
         client._finalizer.detach()  # nothing of it is this process's: handles have another one here
     _clients.clear()
-    _keepalives.clear()
+    _sessions.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

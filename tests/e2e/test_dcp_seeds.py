@@ -1,6 +1,7 @@
-"""The two programs of torch's tutorial on asynchronous DCP saves, with our writer in place of theirs.
+"""The user guide's code on DCP, and the two programs of torch's tutorial on asynchronous saves with our writer in place
+of theirs, started as a user starts them, cold.
 
-They are as they stand there; ADAPTATIONS lists every change, each of which must fit exactly once.
+The programs are as they stand there; ADAPTATIONS lists every change, each of which must fit exactly once.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import free_port
+from tests.support.cluster import Cluster, free_port
 from tests.support.processes import child_environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 PROGRAM = '''\
 import os
@@ -124,88 +125,15 @@ if __name__ == "__main__":
     )
 '''  # noqa: E501
 
-PROGRAM_WITH_CACHED_STAGING = '''\
-import os
-
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
-import torch.nn as nn
-
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint import FileSystemWriter as StorageWriter
-
-CHECKPOINT_DIR = "checkpoint"
-
-
-class AppState(Stateful):
-    """This is a useful wrapper for checkpointing the Application State. Since this object is compliant
-    with the Stateful protocol, DCP will automatically call state_dict/load_stat_dict as needed in the
-    dcp.save/load APIs.
-
-    Note: We take advantage of this wrapper to hande calling distributed state dict methods on the model
-    and optimizer.
-    """
-
-    def __init__(self, model, optimizer=None):
-        self.model = model
-        self.optimizer = optimizer
-
-    def state_dict(self):
-        # this line automatically manages FSDP FQN's, as well as sets the default state dict type to FSDP.SHARDED_STATE_DICT
-        model_state_dict, optimizer_state_dict = get_state_dict(self.model, self.optimizer)
-        return {
-            "model": model_state_dict,
-            "optim": optimizer_state_dict
-        }
-
-    def load_state_dict(self, state_dict):
-        # sets our state dicts on the model and optimizer, now that we've loaded
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optim"]
-        )
-
-class ToyModel(nn.Module):
-    def __init__(self):
-        super(ToyModel, self).__init__()
-        self.net1 = nn.Linear(16, 16)
-        self.relu = nn.ReLU()
-        self.net2 = nn.Linear(16, 8)
-
-    def forward(self, x):
-        return self.net2(self.relu(self.net1(x)))
-
-
-def setup(rank, world_size):
-    os.environ["MASTER_ADDR"] = "localhost"
-    os.environ["MASTER_PORT"] = "12355 "
-
-    # initialize the process group
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    torch.cuda.set_device(rank)
-
-
-def cleanup():
-    dist.destroy_process_group()
-
-
-def run_fsdp_checkpoint_save_example(rank, world_size):
-    print(f"Running basic FSDP checkpoint saving example on rank {rank}.")
-    setup(rank, world_size)
-
-    # create a model and move it to GPU with id rank
-    model = ToyModel().to(rank)
-    model = fully_shard(model)
-
-    loss_fn = nn.MSELoss()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-
+# Where the second program of the tutorial differs from the first.
+DIFFERENCES = (
+    (
+        "import Stateful\n",
+        "import Stateful\nfrom torch.distributed.checkpoint import FileSystemWriter as StorageWriter\n",
+    ),
+    (
+        "    checkpoint_future = None\n",
+        """\
     # The storage writer defines our 'staging' strategy, where staging is considered the process of copying
     # checkpoints to in-memory buffers. By setting `cached_state_dict=True`, we enable efficient memory copying
     # into a persistent buffer with pinned memory enabled.
@@ -213,30 +141,28 @@ def run_fsdp_checkpoint_save_example(rank, world_size):
     # pinned memory buffer.
     writer = StorageWriter(cache_staged_state_dict=True, path=CHECKPOINT_DIR)
     checkpoint_future = None
-    for step in range(10):
-        optimizer.zero_grad()
-        model(torch.rand(8, 16, device="cuda")).sum().backward()
-        optimizer.step()
-
-        state_dict = { "app": AppState(model, optimizer) }
-        if checkpoint_future is not None:
+""",
+    ),
+    (
+        "        # waits for checkpointing to finish if one exists, avoiding queuing more then one checkpoint request at a time\n",  # noqa: E501
+        '        state_dict = { "app": AppState(model, optimizer) }\n',
+    ),
+    (
+        "            checkpoint_future.result()\n\n",
+        """\
             # waits for checkpointing to finish, avoiding queuing more then one checkpoint request at a time
             checkpoint_future.result()
-        dcp.async_save(state_dict, storage_writer=writer, checkpoint_id=f"{CHECKPOINT_DIR}_step{step}")
+""",
+    ),
+    (
+        """\
+        state_dict = { "app": AppState(model, optimizer) }
+        checkpoint_future = dcp.async_save(state_dict, checkpoint_id""",
+        "        dcp.async_save(state_dict, storage_writer=writer, checkpoint_id",
+    ),
+    ("async checkpoint example", "fsdp checkpoint example"),
+)
 
-    cleanup()
-
-
-if __name__ == "__main__":
-    world_size = torch.cuda.device_count()
-    print(f"Running fsdp checkpoint example on {world_size} devices.")
-    mp.spawn(
-        run_fsdp_checkpoint_save_example,
-        args=(world_size,),
-        nprocs=world_size,
-        join=True,
-    )
-'''  # noqa: E501
 
 # Every rank, at its end: what was saved last is what is loaded, into a model that differs.
 _CHECK = """\
@@ -304,15 +230,15 @@ SECOND_ADAPTATIONS = (
 )
 
 
-def adapted(program: str, adaptations: tuple[tuple[str, str], ...]) -> str:
-    for old, new in (*adaptations, *ADAPTATIONS):
+def replaced(program: str, *replacements: tuple[str, str]) -> str:
+    for old, new in replacements:
         assert program.count(old) == 1, old
         program = program.replace(old, new)
     return program
 
 
-PLAIN = adapted(PROGRAM, FIRST_ADAPTATIONS)
-WITH_CACHED_STAGING = adapted(PROGRAM_WITH_CACHED_STAGING, SECOND_ADAPTATIONS)
+PLAIN = replaced(PROGRAM, *FIRST_ADAPTATIONS, *ADAPTATIONS)
+WITH_CACHED_STAGING = replaced(PROGRAM, *DIFFERENCES, *SECOND_ADAPTATIONS, *ADAPTATIONS)
 
 
 @pytest.mark.parametrize(
@@ -339,3 +265,13 @@ def test_the_tutorial_runs_and_what_it_saved_is_loaded(
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     for rank in range(world_size):
         assert f"rank {rank} of {world_size} has loaded step-9_ckpt" in done.stdout
+
+
+def test_the_guide_runs_unchanged_under_torchrun(tmpfs: Path) -> None:
+    with Cluster(tmpfs, "dcp_seed", nodes=2, torchrun=True, cold=True) as cluster:
+        cluster.wait(110)
+        for rank in range(2):
+            base = cluster.base_of(rank)
+            assert cluster.reports(rank) == [
+                {"step": step, "found": str(base / f"step-{step}_ckpt")} for step in (1, 2, 3)
+            ]

@@ -1,24 +1,27 @@
-"""Lightning jobs that are killed and go on from memory, or from what is persisted, bit for bit."""
+"""Lightning jobs that are killed and go on from memory, or from what is persisted, bit for bit; and how they end."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import warm
-from tests.support.cluster import Cluster
+from tests.support.cluster import REPOSITORY, Cluster
 from tests.support.persisting import lose_all_nodes, persisted_steps
 
-KILLS = {"single": (5, 7, 14), "ddp": (5, 14), "fsdp": (5, 9), "model_parallel": (5, 14)}
+pytestmark = [pytest.mark.slow(90), pytest.mark.timeout(300)]
+EXAMPLE = REPOSITORY / "examples" / "lightning" / "train_gpt.py"
+# At the step of Lightning's own checkpoint, in the midst of an epoch, at its end.
+KILLS = {"single": (7,), "ddp": (5, 14), "fsdp": (9,), "model_parallel": (5,)}
 
 
 def last(reports: list[dict[str, Any]], name: str) -> Any:
     return [each[name] for each in reports if name in each][-1]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", list(KILLS))
 def test_killed_run_is_the_undisturbed_run(tmpfs: Path, tmp_path: Path, kind: str) -> None:
     ranks = 1 if kind == "single" else 2
@@ -50,7 +53,6 @@ def test_killed_run_is_the_undisturbed_run(tmpfs: Path, tmp_path: Path, kind: st
             assert last(reports, "health")["failures"] == 0
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("model_parallel", marks=pytest.mark.soak)])
 def test_all_memory_is_lost_again_and_again(tmpfs: Path, tmp_path: Path, kind: str) -> None:
     """Once after SIGTERM, which Lightning ends the job by, and once after SIGKILL."""
@@ -83,3 +85,64 @@ def test_all_memory_is_lost_again_and_again(tmpfs: Path, tmp_path: Path, kind: s
         assert [batch for _, batch in resumed["batches"]] == trained
         for name in undisturbed.keys() - {"batches", "restored", "files"}:
             assert resumed[name] == undisturbed[name], name
+
+
+@pytest.mark.timeout(600)
+def test_at_real_size_a_lost_node_gets_its_part_from_the_other(tmpfs: Path, tmp_path: Path) -> None:
+    """256 MiB a rank, in blocks of 16 MiB. The first copy of each life breaks off in its midst."""
+    with Cluster(
+        tmpfs,
+        "lightning_training",
+        nodes=2,
+        args=["real", tmp_path, "--kill", 2, "--lose", "node-1"],
+        env={"FLASHPOINT_TEST_BLOCK_BYTES": str(16 << 20)},
+        torchrun=True,
+        max_restarts=1,
+        preload=warm.LIGHTNING,
+    ) as cluster:
+        cluster.wait(timeout_s=500)
+        for rank in range(2):
+            reports = cluster.reports(rank)
+            lives = [each["resumes"] for each in reports if "life" in each]
+            # The agents may have swapped the ranks.
+            assert [each and Path(each).name for each in lives] == [None, "step-2_ckpt", None]
+            resumed, undisturbed = last(reports, "resumed"), last(reports, "undisturbed")
+            for name in undisturbed.keys() - {"batches", "restored"}:
+                assert resumed[name] == undisturbed[name], name
+            assert last(reports, "cuts")
+        assert sum(last(cluster.reports(rank), "bytes") for rank in range(2)) > 256 << 20
+
+
+def test_the_example_goes_on_from_the_step_before_the_kill(tmpfs: Path) -> None:
+    args = ["--base", tmpfs / "job", "--steps", 24, "--every", 4, "--die-at", 14]
+    with Cluster(
+        tmpfs, EXAMPLE, ranks_per_node=2, args=args, torchrun=True, max_restarts=2, preload=warm.LIGHTNING
+    ) as cluster:
+        cluster.wait(timeout_s=200)
+        output = cluster.outputs()[0]
+    assert "starting anew" in output
+    assert "rank 0 kills itself" in output
+    # Step 12 is committed, or its save was still under way when the rank died.
+    assert re.search(r"going on from \S*/step-(8|12)_ckpt", output)
+    assert re.search(r"[34] saves, 0 failed", output)
+
+
+@pytest.mark.parametrize(("how", "code"), [("ends", 0), ("fails", 1)])
+def test_no_thread_aborts_the_interpreter_at_its_exit_or_holds_it_up(
+    tmpfs: Path, tmp_path: Path, how: str, code: int
+) -> None:
+    """Started as a user starts it, cold, where it ends well: what a template has imported might end otherwise."""
+    with Cluster(
+        tmpfs,
+        "lightning_training",
+        ranks_per_node=2,
+        args=["ddp", tmp_path, "--exit", how],
+        cold=not code,
+        preload=warm.LIGHTNING,
+    ) as cluster:
+        assert cluster.wait(timeout_s=100, check=False) == [code, code]
+        for output in cluster.outputs().values():
+            assert "Fatal Python error" not in output
+            assert "terminate called" not in output
+            assert ("RuntimeError: as asked" in output) == (how == "fails")
+        assert list(cluster.base_of(0).glob("step-*_ckpt")), "versions outlive the processes"

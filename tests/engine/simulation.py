@@ -15,6 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ml_flashpoint.engine.rounds import NOTHING, Answer, Fate, Leader, Member, Outcome, Verdict
 from ml_flashpoint.format.names import SaveId
@@ -121,26 +122,19 @@ class CarelessLeader(Leader):
 
     broken = ""
 
-    def decide(
-        self,
-        answers: Iterable[Answer],
-        *,
-        since_s: float = math.inf,
-        idle_s: float = math.inf,
-        persister_is_busy: bool = False,
-    ) -> Verdict | None:
+    def decide(self, answers: Iterable[Answer], **how: Any) -> Verdict | None:
         found = [each for each in answers if each.number == self.member.verdict.number]
         if self.broken == "mixed saves" and found and all(each.outcome is Outcome.COPIED for each in found):
             newest = max(each.save for each in found)
             found = [each._replace(save=newest) for each in found]
         if self.broken == "mixed tables":
             found = [each._replace(table="") for each in found]
-        is_busy = persister_is_busy and self.broken != "due while busy"
+        how["persister_is_busy"] &= self.broken != "due while busy"
         if self.broken == "slack adds up":
             self.offset = max(self.offset, self.slack)
         if self.broken == "impatience":
             self.spoilt = 0
-        verdict = Leader.decide(self, found, since_s=since_s, idle_s=idle_s, persister_is_busy=is_busy)
+        verdict = super().decide(found, **how)
         if verdict is None:
             return None
         if self.broken == "hopeless saves":

@@ -89,13 +89,6 @@ def test_every_name_is_written_once(ranks: Make, names: list[str]) -> None:
     assert several.agree(2, dict(enumerate(names))) == tables
 
 
-def test_all_change_at_one_save(ranks: Make) -> None:
-    several = ranks(3)
-    several.agree(1, dict.fromkeys(range(3), "abc"))
-    assert _written(several.agree(2, dict.fromkeys(range(3), "abcd"))) == "abcd"
-    assert _written(several.agree(3, dict.fromkeys(range(3), "abc"))) == "abc"
-
-
 def test_a_rank_that_changes_alone_waits_until_the_others_have_come_as_far_and_they_follow(ranks: Make) -> None:
     several = ranks(3)
     several.agree(1, dict.fromkeys(range(3), "ab"))
@@ -193,24 +186,6 @@ def test_a_count_of_changes_that_another_process_has_made_no_number_is_got_over(
     for step, error in ((1, "the job's store failed"), (2, "rank 1 has not saved")):
         with pytest.raises(DeadlineError, match=error):
             replicas.agree(SaveId(1, step), "k", "k", lambda: items, 0)
-
-
-def test_a_piece_of_a_list_that_no_rank_has_written_is_as_good_as_none() -> None:
-    server = HashStore()
-    job = JobStore(None, server, b"secret")
-    several = [Replicas(rank, 2, job) for rank in range(2)]
-
-    def agree(rank: int) -> Table:
-        return several[rank].agree(SaveId(1, 1), f"k{rank}", "k", lambda: [Replica("a", 1)], 0)
-
-    with pytest.raises(DeadlineError, match="rank 1 has not saved"):
-        agree(0)
-    job.connect("table").set("list/k0", "1")
-    PrefixStore("table", server).set("list/k0/0", "forged")
-    with pytest.raises(DeadlineError, match="rank 0 has not published its items"):
-        agree(1)
-    several[0].answer()
-    assert agree(0).name == agree(1).name
 
 
 def test_a_list_that_is_needed_stays_however_often_another_rank_changes() -> None:

@@ -748,12 +748,12 @@ class World:
             self.weights |= {n: 1.0 for n, (act, _) in enumerate(self._acts) if act == self.persist}
         return self.random.choices(self._acts, list(self.weights.values()))[0]
 
-    def play(self, *, ticks: int = 1500, quiet: int = 200_000, stop_one: bool = False) -> None:
+    def play(self, *, ticks: int = 1500, quiet: int = 80_000, stop_one: bool = False) -> None:
         """Play a schedule: with faults for a while, then without until all that was promised has come.
 
         Args:
             ticks: things that happen with faults.
-            quiet: things that may happen without faults until everything is verified.
+            quiet: things that may happen without faults until one more round is verified.
             stop_one: stop a rank for ever after the faults, and check that the others train on and nothing is lost.
 
         Raises:
@@ -779,22 +779,23 @@ class World:
 
     def _expect_progress(self, quiet: int) -> None:
         assert self.processes is not None
-        rounds = self.keep.versions + 3
-        goal, to_persist = self.verdict.total + rounds, self.completed + (self.persist_every > 0)
-        for _ in range(quiet):
-            self.tick()
-            if self.verdict.total >= goal and self.completed >= to_persist:
-                break
-        else:
-            missing = goal - self.verdict.total
-            raise Violation(f"starved: of {rounds} rounds {missing} are not verified, {self.completed} are persisted")
+        rounds, completed = self.keep.versions + 3, self.completed
+        for goal in range(self.verdict.total + 1, self.verdict.total + 1 + rounds):
+            self._await(lambda goal=goal: self.verdict.total >= goal, quiet, "starved: no round is verified any more")  # type: ignore[misc]
+        if self.persist_every:
+            self._await(lambda: self.completed > completed, quiet, "no version is persisted")
         self.last_call = max(process.calls for process in self.processes) + 1
-        last = self.save_of(self.last_call)
-        for _ in range(quiet):
-            self.tick()
-            if all(process.member.verdict.newest == last for process in self.processes):
+        last, members = self.save_of(self.last_call), [process.member for process in self.processes]
+        self._await(
+            lambda: all(member.verdict.newest == last for member in members), quiet, "the last save is not verified"
+        )
+
+    def _await(self, has_come: Callable[[], bool], ticks: int, text: str) -> None:
+        for _ in range(ticks):
+            if has_come():
                 return
-        raise Violation("the last save was never verified")
+            self.tick()
+        raise Violation(text)
 
 
 def find_violation(seeds: range, broken: str = "") -> str | None:

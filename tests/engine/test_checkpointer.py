@@ -99,7 +99,7 @@ def test_versions_are_removed_where_there_is_no_room_for_anything(small_tmpfs: P
 
 def test_a_full_tmpfs_is_an_error_when_it_is_opened_that_says_what_to_do(small_tmpfs: Path) -> None:
     others = fill_up(small_tmpfs)
-    with pytest.raises(CapacityError, match=r"no room for the record of a run.*enlarge the tmpfs.*or free memory"):
+    with pytest.raises(CapacityError, match=r"no room for the record of a run.*enlarge the tmpfs.*free memory"):
         Checkpointer(small_tmpfs / "job")
     others.unlink()
     with Checkpointer(small_tmpfs / "job") as checkpointer:

@@ -143,7 +143,7 @@ def test_rank_0_collects_what_all_write_by_a_table(ranks: Make) -> None:
     assert several.each[0].collect(name, _WAIT_S) == [large, b"one"]
 
 
-def test_a_save_by_a_table_that_was_published_does_not_wait_for_a_store_that_is_silent() -> None:
+def test_a_save_does_not_wait_for_a_store_that_is_silent_but_to_the_deadline_if_its_structure_has_changed() -> None:
     asked, thawed = threading.Event(), threading.Event()
 
     class Plain:
@@ -174,6 +174,8 @@ def test_a_save_by_a_table_that_was_published_does_not_wait_for_a_store_that_is_
         answer = pool.submit(both[1].answer)  # as the board's thread does, until rank 0's process is thawed
         both[1].publish(table, lambda: b"a")
         assert both[1].agree(SaveId(1, 2), "k", "k", list, 0).name == table
+        with pytest.raises(DeadlineError):
+            both[0].agree(SaveId(1, 3), "other", "k", lambda: [Replica("b", 1)], 0.01)
         assert not answer.done()
         thawed.set()
 

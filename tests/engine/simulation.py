@@ -15,6 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from ml_flashpoint.engine.rounds import NOTHING, Answer, Fate, Leader, Member, Outcome, Verdict
@@ -185,7 +186,8 @@ class World:
         self.memory = [Node() for _ in range(self.nodes)]
         self.parked: dict[int, Node] = {}
         self.faults, self.store_is_up, self.last_call = True, True, 10**9
-        self.weights: dict[object, float] = {}
+        self.acts: list[tuple[Callable[..., None], tuple[int, ...]]] = []
+        self.weights: list[float] = []
         self.known = NOTHING  # the newest save that any rank knew as verified
         self.gone_back: tuple[int, SaveId] | None = None
         self.fragile = False  # a node was lost, and what was recovered has not all its copies yet
@@ -732,21 +734,25 @@ class World:
 
     def _stop_some(self) -> None:
         """Have a process stop for a while, and others go on."""
-        self.stopped = {rank: until for rank, until in self.stopped.items() if until > self.now}
+        if self.stopped:
+            self.stopped = {rank: until for rank, until in self.stopped.items() if until > self.now}
         if self.stalls and self.random.random() < self.stalls:
             rank = self.random.choice([0, self.random.randrange(self.ranks)])
             self.stopped.setdefault(rank, self.now + self.random.randint(50, 1500))
 
     def _next_act(self) -> tuple[Callable[..., None], tuple[int, ...]]:
-        if not self.weights:
+        if not self.acts:
             each: tuple[Callable[..., None], ...] = (self.call, self.stage, self.commit, self.copy, self.board)
             each += (self.persist,) if self.persist_every else ()
-            self._acts: list[tuple[Callable[..., None], tuple[int, ...]]] = [(self.lead, ()), (self.read, ())]
-            self._acts += [(act, (rank,)) for act in each for rank in range(self.ranks)]
-            self.weights = {n: self.random.choice([0.1, 0.3, 1.0, 1.0]) for n in range(len(self._acts))}
+            self.acts = [
+                (self.lead, ()),
+                (self.read, ()),
+                *((act, (rank,)) for act in each for rank in range(self.ranks)),
+            ]
             # Where memory is short, a round may wait for a slot that is read for the durable store.
-            self.weights |= {n: 1.0 for n, (act, _) in enumerate(self._acts) if act == self.persist}
-        return self.random.choices(self._acts, list(self.weights.values()))[0]
+            pace = [1.0 if act == self.persist else self.random.choice([0.1, 0.3, 1.0, 1.0]) for act, _ in self.acts]
+            self.weights = list(accumulate(pace))
+        return self.random.choices(self.acts, cum_weights=self.weights)[0]
 
     def play(self, *, ticks: int = 1500, quiet: int = 80_000, stop_one: bool = False) -> None:
         """Play a schedule: with faults for a while, then without until all that was promised has come.

@@ -38,7 +38,7 @@ NOTHING = SaveId(0, 0)
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _IDLE_S = 0.05
 """After so long without a save, rank 0's program may be waiting for one."""
-_MOST_LOST = _MOST_DOUBLINGS = 16
+_MOST_LOST, _MOST_DOUBLINGS = 16, 10
 
 
 class Fate(enum.Enum):

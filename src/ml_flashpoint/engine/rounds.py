@@ -161,6 +161,7 @@ class Member:
         answer: the answer to the round; None until there is one.
         explicit: saves newer than the newest verified one that somebody waits for; newest last.
         parts: saves of this run of which this rank has a part or is about to have one; True once the part is committed.
+        highest: the newest `Verdict.first` that this rank has heard of.
     """
 
     verdict: Verdict
@@ -170,8 +171,10 @@ class Member:
     answer: Answer | None = None
     explicit: list[SaveId] = field(default_factory=list)
     parts: dict[SaveId, bool] = field(default_factory=dict)
+    highest: SaveId = NOTHING
 
     def __post_init__(self) -> None:
+        self.highest = self.verdict.first
         if self.verdict.recovered is not None:
             self.target = self.verdict.recovered
             self.calls[self.target], self.parts[self.target] = "", True
@@ -190,8 +193,12 @@ class Member:
 
     @property
     def retained(self) -> frozenset[SaveId]:
-        """The saves whose parts this rank retains: those of the newest verdict, and the round's."""
-        return self.verdict.retained if self.target is None else self.verdict.retained | {self.target}
+        """The saves whose parts this rank retains: those of the newest verdict, and the round's. If this rank has no
+        part of the round's, the one of a round that was given up for it, and may go on."""
+        target = self.target
+        if target is not None and target not in self.parts:
+            target = next((save for save in self.calls if save >= self.highest), None)
+        return self.verdict.retained if target is None else self.verdict.retained | {target}
 
     def request(self, save: SaveId | None, *, explicit: bool = False) -> SlotRequest:
         """Return the terms on which a save may take a slot now: one that was called, or None for one whose step is not
@@ -222,7 +229,7 @@ class Member:
         """Take a verdict into use if it is newer, from the board or along with a push. Return True if it was newer."""
         if verdict.number <= self.verdict.number:
             return False
-        self.verdict, newest = verdict, verdict.newest
+        self.verdict, self.highest, newest = verdict, max(self.highest, verdict.first), verdict.newest
         self.calls = {save: table for save, table in self.calls.items() if save >= newest}  # no round is about others
         self.parts = {save: committed for save, committed in self.parts.items() if save >= newest}
         self.explicit = [save for save in self.explicit if save > newest]
@@ -245,7 +252,6 @@ class Leader:
             there is none.
         spoilt: rounds that were given up, and then came too late for a rank; one less after each success. Each doubles
             the time without a call after which a round is given up.
-        highest: the newest `Verdict.first`: no round begins with an older save that is not explicit.
         lost: saves that some rank has no part of, newer than the newest verified one. No round begins with one.
         tries: rounds in a row that began about the save of the round before, because that one had no result.
         due_after: step of the last save that was due to be persisted, or that the run goes on from.
@@ -258,13 +264,11 @@ class Leader:
     offset: int = 0
     given_up: SaveId = NOTHING
     spoilt: int = 0
-    highest: SaveId = NOTHING
     lost: set[SaveId] = field(default_factory=set)
     tries: int = 0
     due_after: int = 0
 
     def __post_init__(self) -> None:
-        self.highest = self.member.verdict.first
         self.due_after = max(self.member.verdict.retained, default=NOTHING).step
 
     def decide(
@@ -293,7 +297,7 @@ class Leader:
         else:
             verdict = self._go_back(old, found, idle_s)
         if verdict is not None and verdict.first != old.first:
-            self.offset, self.highest = self._offset(verdict.first), max(self.highest, verdict.first)
+            self.offset = self._offset(verdict.first)
         return verdict
 
     def may_be_waited_for(self, idle_s: float) -> bool:
@@ -351,7 +355,7 @@ class Leader:
         self.slack, self.spoilt, self.tries, self.given_up = self.slack // 2, max(self.spoilt - 1, 0), 0, NOTHING
         self.lost = {each for each in self.lost if each > save}
         parts = [each for each, is_committed in self.member.parts.items() if is_committed and each not in self.lost]
-        held = [each for each in parts if each > save and each >= self.highest]
+        held = [each for each in parts if each > save and each >= self.member.highest]
         first, (waited, lost) = self._later(self.slack), self._explicit(save)
         if not self.slack:
             first = waited[0] if waited else max(held, default=first)
@@ -370,8 +374,8 @@ class Leader:
 
     def _later(self, slack: int) -> SaveId:
         """Return the first save that rank 0 has not called, or one later by ``slack`` saves of the program's stride."""
-        last = next(reversed(self.member.calls), None)
-        return max(self.highest, SaveId(last.run, last.step + 1 + slack * self._stride)) if last else self.highest
+        last, least = next(reversed(self.member.calls), None), self.member.highest  # older ones are superseded
+        return max(least, SaveId(last.run, last.step + 1 + slack * self._stride)) if last else least
 
     def _offset(self, first: SaveId) -> int:
         """Return the number of saves by which one comes after rank 0's next; negative if rank 0 has called it."""

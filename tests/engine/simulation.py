@@ -177,8 +177,7 @@ class World:
         self.pace = rng.choice([0.5, 0.5, 0.02])
         self.extra = rng.randint(0, 3 if self.persist_every else 2)
         self.explicit_every = rng.choice([0, 0, 1, 3, 7])
-        one = [rng.randrange(self.ranks)]
-        self.blocked_ranks = rng.choice([[], range(self.ranks), one if self.skew < 3 else []])
+        self.blocked_ranks = rng.choice([[], range(self.ranks), [rng.randrange(self.ranks)]])
         held = Counter(self.home[holder] for holders in self.holders for holder in holders)
         own = Counter(self.home)
         self.room = [

@@ -26,6 +26,7 @@ import enum
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
@@ -246,6 +247,7 @@ class Leader:
 
     Attributes:
         persist_every: steps. The first verified save at or after each multiple is due to be persisted; 0 for none.
+        stride: steps between the last two saves of rank 0's program.
         slack: saves by which the next round begins later than with rank 0's next save, because ranks are ahead.
         offset: saves by which this round began later than that; negative if rank 0 had called its save before.
         given_up: `Verdict.first` of the round that was given up for an explicit save, and is to go on; `NOTHING` if
@@ -260,6 +262,7 @@ class Leader:
     member: Member
     ranks: int
     persist_every: int = 0
+    stride: int = 1
     slack: int = 0
     offset: int = 0
     given_up: SaveId = NOTHING
@@ -287,7 +290,9 @@ class Leader:
             idle_s: seconds since rank 0 has called a save.
             persister_is_busy: nothing becomes due to be persisted just now.
         """
-        old = self.member.verdict
+        old, last = self.member.verdict, list(islice(reversed(self.member.calls), 2))
+        if len(last) == 2 and last[0].run == last[1].run:
+            self.stride = last[0].step - last[1].step
         found = [answer for answer in answers if answer.number == old.number]
         written = {(answer.save, answer.table) for answer in found}
         if len(written) > 1 or {answer.outcome for answer in found} - {Outcome.COPIED}:
@@ -375,16 +380,11 @@ class Leader:
     def _later(self, slack: int) -> SaveId:
         """Return the first save that rank 0 has not called, or one later by ``slack`` saves of the program's stride."""
         last, least = next(reversed(self.member.calls), None), self.member.highest  # older ones are superseded
-        return max(least, SaveId(last.run, last.step + 1 + slack * self._stride)) if last else least
+        return max(least, SaveId(last.run, last.step + 1 + slack * self.stride)) if last else least
 
     def _offset(self, first: SaveId) -> int:
         """Return the number of saves by which one comes after rank 0's next; negative if rank 0 has called it."""
         if called := sum(save >= first for save in self.member.calls):
             return -called
         last = next(reversed(self.member.calls), first)
-        return max(first.step - last.step - 1, 0) // self._stride if last.run == first.run else 0
-
-    @property
-    def _stride(self) -> int:
-        calls = list(self.member.calls)[-2:]
-        return calls[1].step - calls[0].step if len(calls) > 1 and calls[0].run == calls[1].run else 1
+        return max(first.step - last.step - 1, 0) // self.stride if last.run == first.run else 0

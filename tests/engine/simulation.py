@@ -32,7 +32,7 @@ BROKEN = {
     "answer at commit": "a rank answers that its part is copied when the part is committed",
     "no slack": "after a round without result the next one begins with the very next save",
     "slack adds up": "a rank that comes too late for a round puts off the next one, from wherever the round had begun",
-    "impatience": "rank 0 goes back to an explicit save as soon as it has called nothing for a moment",
+    "given up for good": "a round that is given up for an explicit save does not go on if that one is lost",
     "greedy slots": "a rank makes more than keep + 1 slots as soon as there is memory",
     "empty first verdict": "the first verdict lists nothing",
     "one try": "the recovered version is retained for one round only",
@@ -133,8 +133,8 @@ class CarelessLeader(Leader):
         how["persister_is_busy"] &= self.broken != "due while busy"
         if self.broken == "slack adds up":
             self.offset = max(self.offset, self.slack)
-        if self.broken == "impatience":
-            self.spoilt = 0
+        if self.broken == "given up for good":
+            self.given_up = NOTHING
         verdict = super().decide(found, **how)
         if verdict is None:
             return None

@@ -13,11 +13,11 @@ Ranks may be ahead of rank 0, for ever where no collective holds them together. 
 with its own next save by ``slack`` saves: by as many as some rank was ahead when it learned of a round. That is the
 number of saves by which the rank came too late, counted from where the round had begun. A success halves the slack.
 
-Until the save of such a round comes, rank 0's program may wait for an explicit save, and call no more. After a while
+Until the save of such a round comes, rank 0's program may wait for an explicit save, and call no more. After a moment
 without a call, the leader passes over older explicit saves if some rank has answered, for that rank has passed them.
-Else it gives the round up for the newest explicit save, and goes on with the round if that one is lost. If a rank
-then comes too late for the round, the while was too short: it doubles, and each success halves it. Without this rule,
-a program that only trains for longer than the while would have every round given up before the round's save comes.
+Else it gives the round up for the newest explicit save. If that one is lost, the round that was given up goes on: a
+program that only trains for longer than a moment would otherwise have every round given up before its save comes. A
+rank that has no part of the round's save keeps its part of the round that was given up meanwhile, in the same slot.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NOTHING = SaveId(0, 0)
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _IDLE_S = 0.05
 """After so long without a save, rank 0's program may be waiting for one."""
-_MOST_LOST, _MOST_DOUBLINGS = 16, 10
+_MOST_LOST = 16
 
 
 class Fate(enum.Enum):
@@ -252,8 +252,6 @@ class Leader:
         offset: saves by which this round began later than that; negative if rank 0 had called its save before.
         given_up: `Verdict.first` of the round that was given up for an explicit save, and is to go on; `NOTHING` if
             there is none.
-        spoilt: rounds that were given up, and then came too late for a rank; one less after each success. Each doubles
-            the time without a call after which a round is given up.
         lost: saves that some rank has no part of, newer than the newest verified one. No round begins with one.
         tries: rounds in a row that began about the save of the round before, because that one had no result.
         due_after: step of the last save that was due to be persisted, or that the run goes on from.
@@ -266,7 +264,6 @@ class Leader:
     slack: int = 0
     offset: int = 0
     given_up: SaveId = NOTHING
-    spoilt: int = 0
     lost: set[SaveId] = field(default_factory=set)
     tries: int = 0
     due_after: int = 0
@@ -308,9 +305,9 @@ class Leader:
     def may_be_waited_for(self, idle_s: float) -> bool:
         """Return True if rank 0's program may wait for an explicit save that is older than the round's: the answers of
         some ranks decide then."""
-        is_idle = idle_s >= _IDLE_S * 2 ** min(self.spoilt, _MOST_DOUBLINGS)
         verdict = self.member.verdict
-        return is_idle and any(save < verdict.first and save not in verdict.lost for save in self.member.explicit)
+        waited = (save < verdict.first and save not in verdict.lost for save in self.member.explicit)
+        return idle_s >= _IDLE_S and any(waited)
 
     def _go_back(self, old: Verdict, found: Sequence[Answer], idle_s: float) -> Verdict | None:
         """Return the verdict by which an open round passes over explicit saves, or ends for one; None to leave it."""
@@ -350,14 +347,13 @@ class Leader:
         if is_repeat and self.tries and since_s < pause_s:
             return None
         self.lost |= lost
-        self.spoilt += bool(late and old.first == self.given_up)
         self.given_up = first if first == self.given_up else NOTHING
         self.slack, self.tries = slack, self.tries + 1 if is_repeat else 0
         return old._replace(number=old.number + 1, first=first, lost=self._explicit(old.newest)[1])
 
     def _verify(self, old: Verdict, save: SaveId, persister_is_busy: bool) -> Verdict:
         """Return the verdict that lists a save."""
-        self.slack, self.spoilt, self.tries, self.given_up = self.slack // 2, max(self.spoilt - 1, 0), 0, NOTHING
+        self.slack, self.tries, self.given_up = self.slack // 2, 0, NOTHING
         self.lost = {each for each in self.lost if each > save}
         parts = [each for each, is_committed in self.member.parts.items() if is_committed and each not in self.lost]
         held = [each for each in parts if each > save and each >= self.member.highest]

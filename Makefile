@@ -2,7 +2,8 @@
 #
 #   make check   format, lint, types and the quick tests: under two minutes, for before every commit
 #   make test    the same lint and every test, real multi-process jobs included: what CI runs
-#   make test-nemo   the last part of `make test`: what needs NeMo, in .venv-nemo, which it makes (3 GB, some minutes)
+#   make test-units, make test-jobs   two parts of `make test`, which run beside each other and beside the next three
+#   make test-nemo   likewise: what needs NeMo, in .venv-nemo, which it makes (3 GB, some minutes)
 #   make test-megatron   likewise: what needs megatron-core, with the newest release that is supported, in .venv-megatron,
 #                which it makes (5 GB, a minute or two); says so, and is done, where there is no Python 3.12
 #   make test-trainers   likewise: what needs torchtitan and DeepSpeed, in .venv-trainers, which it makes on top of .venv (a minute)
@@ -139,8 +140,7 @@ $(NEWER_STAMP): Makefile pyproject.toml | $(STAMP)
 	touch $@
 
 # Promises of the Megatron-LM door, which are the same with every release.
-MEGATRON_JOBS := tests/conformance/test_megatron.py tests/e2e/test_megatron_guide.py tests/e2e/test_megatron_ranks.py \
-    tests/e2e/test_local_megatron.py tests/test_doc_blocks.py::test_megatrons_strategies
+MEGATRON_JOBS := tests/conformance/test_megatron.py tests/e2e/test_megatron.py tests/test_doc_blocks.py::test_megatrons_strategies
 HAS_NEWER_PYTHON = $(BIN)/python -m tests.support.matrix --find 3.12 > /dev/null
 
 test-megatron: setup
@@ -192,11 +192,9 @@ test-bridge: setup $(BRIDGE_STAMP)
 # With 0.13, 0.17 and 0.19, of each the first release that has its differences; with 0.16 it is in the rest of `make soak`.
 soak-megatron: setup $(NEMO_STAMP) $(NEWER_STAMP)
 	$(NEMO_BIN)/python -m pytest $(JOBS_AT_A_TIME) -p no:logging tests/adapter/megatron/test_releases.py $(MEGATRON_JOBS) \
-	    tests/e2e/test_megatron_example.py tests/local/test_compat.py $(PYTEST_ARGS)
-	PYTHONPATH=$(CURDIR)/.venv-megatron/oldest $(NEWER_BIN)/python -m pytest $(JOBS_AT_A_TIME) tests/adapter/megatron $(MEGATRON_JOBS) \
-	    tests/e2e/test_megatron_example.py $(PYTEST_ARGS)
-	$(NEWER_BIN)/python -m pytest $(JOBS_AT_A_TIME) tests/adapter/megatron $(MEGATRON_JOBS) \
-	    tests/e2e/test_megatron_example.py $(PYTEST_ARGS)
+	    tests/local/test_compat.py $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)/.venv-megatron/oldest $(NEWER_BIN)/python -m pytest $(JOBS_AT_A_TIME) tests/adapter/megatron $(MEGATRON_JOBS) $(PYTEST_ARGS)
+	$(NEWER_BIN)/python -m pytest $(JOBS_AT_A_TIME) tests/adapter/megatron $(MEGATRON_JOBS) $(PYTEST_ARGS)
 
 soak: setup
 	$(BIN)/pytest -m soak $(PYTEST_ARGS)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +133,6 @@ def test_copies_make_a_version_replicated_and_what_lacks_own_parts_is_partial(ba
     assert nodes == {0: "node-0", 1: "node-0", 2: "node-1", 3: "node-1"}
 
 
-def test_versions_come_newest_save_first_and_saves_of_one_step_stand_side_by_side(base: Path, capsys: Out) -> None:
-    later = RUN + 1
-    call(cli_bases.make, base, [0], [Part(0, 9, world_size=1), Part(0, 8, world_size=1, run=later)])
-    call(cli_bases.make, base, [0], [Part(0, 9, world_size=1, run=later)])
-    listed = told("ls", base, capsys)["versions"]
-    assert [(v["step"], int(v["save_id"])) for v in listed] == [(9, later), (8, later), (9, RUN)]
-
-
 def test_the_first_save_is_writing_until_all_live_ranks_have_committed(base: Path, capsys: Out) -> None:
     with Child(cli_bases.make_and_live, base, [0, 1], [Part(0, 1)]) as child:
         child.next_report("ready")
@@ -166,16 +159,19 @@ def test_live_ranks_are_expected_in_the_newest_save_only(base: Path, capsys: Out
         assert versions(base, capsys)[7]["state"] == "replicated"
 
 
-def test_versions_need_manifests_and_nothing_else(base: Path, tmp_path: Path, capsys: Out) -> None:
+def test_versions_come_newest_save_first_and_need_manifests_and_nothing_else(
+    base: Path, tmp_path: Path, capsys: Out
+) -> None:
     call(cli_bases.make, base, [0, 1], [])
     assert told("ls", base, capsys)["versions"] == []
     assert told("verify", base, capsys)["objects"] == 0
     assert flashpoint("ls", base) == 0
     assert "no versions" in capsys.readouterr().out
-    call(cli_bases.make, base, [0, 1], [*full(5), Part(0, 6)])
+    empty, large = Part(0, 3, world_size=1, size=0), Part(0, 9, world_size=1, size=40 * BLOCK + 1)
+    call(cli_bases.make, base, [0, 1], [empty, large, Part(0, 6), *(replace(part, run=RUN + 1) for part in full(5))])
     path_of(base, Part(0, 6), manifest=True).unlink()
-    assert states(told("ls", base, capsys)) == [(5, "replicated")]
-    assert told("verify", base, capsys)["objects"] == 4
+    assert [step for step, _ in states(told("ls", base, capsys))] == [5, 9, 3]
+    assert told("verify", base, capsys)["objects"] == 6
     away = tmp_path / "away"
     (away / "step-5_ckpt").mkdir(parents=True)
     for path in (base / "step-5_ckpt").iterdir():
@@ -212,6 +208,19 @@ def test_persisted_versions_are_listed_and_verified_newest_first(url: str, capsy
     assert "no version of step 4" in capsys.readouterr().err
 
 
+@pytest.mark.damages_on_purpose
+def test_a_version_with_the_marker_of_another_one_is_damaged(tmpfs: Path, capsys: Out) -> None:
+    store = open_durable(f"file://{tmpfs}/store")
+    for step in (3, 7):
+        persist(store, step)
+    older, newest = (path_of(tmpfs / "store", Part(0, step)).parent for step in (3, 7))
+    (newest / MARKER).write_bytes((older / MARKER).read_bytes())
+    for command in ("ls", "verify"):
+        found = told(command, tmpfs / "store", capsys, code=1)
+        assert states(found) == [(7, "damaged"), (3, "complete")]
+        assert newest.name in str(found["versions"][0]["problems"])
+
+
 def test_what_retention_removes_meanwhile_is_no_damage(
     tmpfs: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
@@ -231,7 +240,7 @@ def test_what_retention_removes_meanwhile_is_no_damage(
 
 
 @pytest.mark.damages_on_purpose
-@pytest.mark.parametrize("offset", [0, BLOCK - 1, 2 * BLOCK + 5, SIZE - 1])
+@pytest.mark.parametrize("offset", [0, 2 * BLOCK + 5, SIZE - 1])
 def test_verify_names_the_file_and_block_of_a_flipped_bit(kept: Path, offset: int, capsys: Out) -> None:
     hurt = path_of(kept, Part(2, 5))
     flip(hurt, offset)
@@ -243,7 +252,8 @@ def test_verify_names_the_file_and_block_of_a_flipped_bit(kept: Path, offset: in
     assert problem["path"] == str(hurt)
     assert f"block {offset // BLOCK}, from byte {offset // BLOCK * BLOCK} on," in problem["message"]
     assert states(found) == [(6, "complete"), (5, "damaged")]
-    assert flashpoint("verify", kept, "--threads", 1) == 1
+    flip(hurt, (offset + BLOCK) % SIZE)
+    assert flashpoint("verify", kept, "--threads", 8) == 1
     text = capsys.readouterr().out
     assert f"damaged {hurt}: " in text
     assert "1 of 8 parts are damaged" in text
@@ -251,65 +261,48 @@ def test_verify_names_the_file_and_block_of_a_flipped_bit(kept: Path, offset: in
     assert [row[:3] for row in rows] == [["ok", "step-6_ckpt", "0-3"], ["damaged", "step-5_ckpt", "0-3"]]
 
 
-@pytest.mark.damages_on_purpose
-def test_verify_finds_the_first_of_many_blocks_with_many_threads(base: Path, capsys: Out) -> None:
-    parts = [Part(0, 5, world_size=1, size=40 * BLOCK + 1), Part(0, 4, world_size=1, size=0)]
-    call(cli_bases.make, base, [0], parts)
-    assert flashpoint("verify", base, "--threads", 8) == 0
-    for block in (7, 8, 40):
-        flip(path_of(base, parts[0]), block * BLOCK)
-    (problem,) = told("verify", base, capsys, code=1)["versions"][0]["problems"]
-    assert "block 7, from byte" in problem["message"]
+MANIFESTS = ["flipped", "truncated", "emptied", "another's", "folder"]
 
 
-@pytest.mark.damages_on_purpose
-@pytest.mark.parametrize(
-    "how", ["flipped", "truncated", "emptied", "another's", "folder", "missing", "short", "link", "fifo", "marker"]
-)
-def test_what_is_not_what_was_written_is_found_and_named(kept: Path, how: str, capsys: Out) -> None:
-    is_durable = kept.name == "store"
-    path = path_of(kept, Part(1, 6), manifest=how in ("flipped", "truncated", "emptied", "another's", "folder"))
+def damage(path: Path, how: str, elsewhere: Path) -> None:
     match how:
         case "flipped":
             flip(path, path.stat().st_size // 2)
         case "truncated":
-            path.write_bytes(path.read_bytes()[:-1])
+            os.truncate(path, path.stat().st_size - 1)
         case "emptied":
-            path.write_bytes(b"")
+            os.truncate(path, 0)
         case "another's":
-            path.write_bytes(path_of(kept, Part(0, 6), manifest=True).read_bytes())
+            path.write_bytes(path.with_name(path.name.replace("00001", "00000")).read_bytes())
         case "folder":
             path.unlink()
             path.mkdir()
         case "short":
             os.truncate(path, SIZE - 1)
-        case "marker":
-            if not is_durable:
-                return
-            path = path.parent / MARKER
-            path.write_bytes((path_of(kept, Part(0, 5)).parent / MARKER).read_bytes())
         case _:
-            path.rename(kept / "elsewhere")
+            path.rename(elsewhere)
             if how == "link":
-                path.symlink_to(kept / "elsewhere")
+                path.symlink_to(elsewhere)
             elif how == "fifo":
                 os.mkfifo(path)
+
+
+@pytest.mark.damages_on_purpose
+@pytest.mark.parametrize("how", [*MANIFESTS, "short", "missing", "link", "fifo"])
+def test_what_is_not_what_was_written_is_found_and_named(kept: Path, how: str, capsys: Out) -> None:
+    path = path_of(kept, Part(1, 6), manifest=how in MANIFESTS)
+    damage(path, how, kept / "elsewhere")
     for command in ("ls", "verify"):
         found = told(command, kept, capsys, code=1)
+        tells_copies = command == "ls" and kept.name == "job"
         assert found["ok"] is False
-        assert [state for _, state in states(found)] == [
-            "damaged",
-            "complete" if is_durable or command == "verify" else "replicated",
-        ]
+        assert states(found) == [(6, "damaged"), (5, "replicated" if tells_copies else "complete")]
         damaged = found["versions"][0]
-        assert [str(path) in problem["path"] or how == "marker" for problem in damaged["problems"]] == [True]
-        if how != "marker":
-            assert (damaged["own_ranks"], damaged["world_size"]) == (
-                [0, 1, 2, 3] if is_durable or command == "verify" else [0, 1],
-                4,
-            )
+        (problem,) = damaged["problems"]
+        assert str(path) in problem["path"]
+        assert (damaged["own_ranks"], damaged["world_size"]) == ([0, 1] if tells_copies else [0, 1, 2, 3], 4)
         assert flashpoint(command, kept) == 1
-        assert str(path if how != "marker" else path.parent) in capsys.readouterr().out
+        assert str(path) in capsys.readouterr().out
 
 
 def test_pruning_between_the_look_and_the_reading_is_not_damage(base: Path) -> None:

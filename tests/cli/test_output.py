@@ -12,14 +12,11 @@ from typing import Any, Literal
 import pytest
 import torch
 import typer.main
-from typer.testing import CliRunner
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.main import app
-from ml_flashpoint.events import flush
 from ml_flashpoint.status import Status, write_status
-from tests.flashpoint.test_overlap import Job
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e[red]"
 """Sets the title, clears the screen, sets a colour by an 8-bit escape, turns text round; and rich's own markup."""
@@ -89,79 +86,36 @@ COMMANDS: dict[str, Callable[[Path], list[list[str]]]] = {
 
 @pytest.mark.slow
 @pytest.mark.damages_on_purpose
-@pytest.mark.parametrize("terminal", [Terminal, io.StringIO], ids=["terminal", "pipe"])
-def test_no_escape_gets_out(base: Path, monkeypatch: pytest.MonkeyPatch, terminal: type[io.StringIO]) -> None:
-    assert typer.main.get_command(app).commands.keys() == COMMANDS.keys()  # type: ignore[attr-defined]
+@pytest.mark.parametrize("form", ["terminal", "pipe", "json"])
+def test_no_escape_gets_out(base: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert commands.keys() == COMMANDS.keys()
+    taking = {name for name, each in commands.items() if any("--json" in option.opts for option in each.params)}
+    assert commands.keys() - taking == {"metrics"}
     escaped, shown = r"\x1b]0;owned\x07\x1b[2J\x9b31m\u202e[red]", dict[str, str]()
-    for command, calls in COMMANDS.items():
-        for arguments in calls(base):
+    for command in COMMANDS.keys() if form != "json" else taking:
+        for arguments in COMMANDS[command](base):
             with monkeypatch.context() as patched:
-                printed = terminal()
-                patched.setattr("sys.stdout", printed)
-                patched.setattr("sys.stderr", printed)
-                app([command, *arguments], standalone_mode=False)
-            text = printed.getvalue()
+                out, err = (Terminal(), Terminal()) if form == "terminal" else (io.StringIO(), io.StringIO())
+                patched.setattr("sys.stdout", out)
+                patched.setattr("sys.stderr", err)
+                code = app([command, *arguments, *["--json"] * (form == "json")], standalone_mode=False)
+            text = out.getvalue() + err.getvalue()
             for part in ("\x1b]", "\x07", "\x1b[2J", "\x9b", "\u202e", "\udc9b"):
                 assert part not in text, (command, arguments, text)
             text.encode()
             shown[command] = shown.get(command, "") + text
-    assert {"ls", "verify", "copy", "persist", "rm"} <= {name for name in shown if escaped in shown[name]}
-    assert escaped in shown["status"] or json.dumps(EVIL) in shown["status"]
-    assert r"\udc9b" in shown["rm"]
+            if form == "json":
+                document = json.loads(out.getvalue())  # one, also where it fails
+                assert bool(document.get("error")) >= (code == 2), (command, arguments, document)
+                assert code != 0 or "error" not in document
+    if form != "json":
+        assert {"ls", "verify", "copy", "persist", "rm"} <= {name for name in shown if escaped in shown[name]}
+        assert escaped in shown["status"] or json.dumps(EVIL) in shown["status"]
+        assert r"\udc9b" in shown["rm"]
 
 
 def test_what_is_left_as_it_is() -> None:
     text = "step-1_ckpt\t1.5 GiB – é, 漢字, 😀\n"
     assert output.clean(text) == text
     assert output.clean(output.clean(EVIL)) == output.clean(EVIL)
-
-
-def _run(*args: object) -> tuple[int, Any]:
-    done = CliRunner().invoke(app, [*map(str, args)])
-    return done.exit_code, json.loads(done.stdout)
-
-
-@pytest.mark.slow
-def test_they_print_one_document(tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, store, lines = tmpfs / "job", tmpfs / "store", tmp_path / "events.jsonl"
-    monkeypatch.setenv("FLASHPOINT_EVENTS", str(lines))
-    job = Job()
-    with Flashpoint(base, persist=str(store), persist_every=1, keep=2) as fp:
-        fp.track(**job.tracked).resume()
-        for _ in range(2):
-            job.step()
-            fp.step()
-            assert fp.wait()
-    assert flush()
-    monkeypatch.delenv("FLASHPOINT_EVENTS")
-    with Flashpoint(base) as fp:
-        fp.track(**Job().tracked).resume()
-    dcp, copies = tmp_path / "dcp", tmp_path / "copies"
-    runs: list[tuple[object, ...]] = [
-        ("ls", base),
-        ("ls", store),
-        ("ls",),
-        ("status", base),
-        ("verify", base),
-        ("verify", store),
-        ("inspect", base),
-        ("diff", f"{base}@1", f"{base}@2"),
-        ("report", lines),
-        ("copy", base, copies),
-        ("export", store, "--to", dcp),
-        ("persist", base, "--to", tmpfs / "by-hand"),
-        ("plan", "--params", "7e9", "--nodes", 4),
-        ("doctor", base),
-        ("rm", f"{tmpfs}/by-hand@2", "--yes", "--newest"),
-        ("rm", base, "--yes"),
-    ]
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    taking = {name for name, each in commands.items() if any("--json" in p.opts for p in each.params)}
-    assert {str(run[0]) for run in runs} == taking
-    for run in runs:
-        code, document = _run(*run, "--json")
-        assert code == (1 if run[0] == "diff" else 0), (run, document)
-        assert "error" not in document
-    for run in (("ls", base), ("status", base), ("verify", base), ("inspect", base), ("rm", base)):
-        code, document = _run(*run, "--json")
-        assert (code, bool(document["error"])) == (2, True)

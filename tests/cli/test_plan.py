@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from ml_flashpoint.cli.main import app
 from ml_flashpoint.cli.plan import Job, Memory, best_interval_s, goodput, memory_of, text_plot, ways_of
 from ml_flashpoint.format.errors import CapacityError
 from ml_flashpoint.ranks.strategies import STRATEGIES
-from tests.support.processes import REPOSITORY, child_environment
+from tests.support.processes import REPOSITORY
 from tests.support.tmpfs import mounted
 
 JOB = Job(
@@ -99,31 +96,15 @@ def test_a_job_runs_in_the_memory_that_it_must_have_and_not_in_less(tmpfs: Path,
         pytest.skip(f"cannot mount a small tmpfs here, which takes root: {error}")
 
 
-def _simulated(interval_s: float, held_s: float, restart_s: float, mtbf_s: float, failures: int) -> float:
-    """The share of time that is training, of a job that is played."""
-    draw = random.Random(1)
-    fails_in, time, done, unsaved = draw.expovariate(1 / mtbf_s), 0.0, 0.0, 0.0
-    todo, restarting = interval_s + held_s, False
-    while failures:
-        spent = min(todo, fails_in)
-        time, fails_in, todo = time + spent, fails_in - spent, todo - spent
-        if fails_in <= 0:
-            failures -= 1
-            fails_in, todo, restarting = draw.expovariate(1 / mtbf_s), restart_s, True
-        else:
-            unsaved = 0.0 if restarting else interval_s
-            done, todo, restarting = done + unsaved, interval_s + held_s, False
-    return done / time
-
-
 @pytest.mark.parametrize(("held_s", "restart_s"), [(50.0, 170.0), (0.2, 120.0), (700.0, 900.0)])
-def test_goodput_is_that_of_a_simulation(held_s: float, restart_s: float) -> None:
+def test_the_best_interval_is_the_best(held_s: float, restart_s: float) -> None:
     mtbf_s = 7200.0
     interval_s = best_interval_s(held_s, mtbf_s)
     told = goodput(interval_s, held_s, restart_s, mtbf_s)
-    assert told == pytest.approx(_simulated(interval_s, held_s, restart_s, mtbf_s, 4000), rel=0.02)
     for factor in (0.7, 1.4):
         assert goodput(interval_s * factor, held_s, restart_s, mtbf_s) < told
+    rarely = goodput(100.0, 25.0, 10.0, 1e6)  # a fifth for saves, and for each failure half an interval and the restart
+    assert rarely == pytest.approx(0.8 * (1 - 72.5 / 1e6), rel=1e-6)
     assert best_interval_s(3.0, 1.0) == 1.0
     assert goodput(1e6, 1.0, 1.0, 1.0) == 0.0
 
@@ -199,10 +180,3 @@ def test_curves_are_drawn(extreme: tuple[str, str]) -> None:
     found = {letter for line in drawn for letter in "ABC" if letter in line}
     assert found == set("ABC") if extreme == ("--mtbf-hours", "3") else found
     assert all(len(line) <= 80 for line in drawn)
-
-
-def test_it_needs_no_torch() -> None:
-    script = "import sys; from ml_flashpoint.cli.main import app; app(sys.argv[1:], standalone_mode=False); "
-    script += "sys.exit('torch' in sys.modules)"
-    argv = [sys.executable, "-c", script, "plan", *ISSUE]
-    subprocess.run(argv, check=True, env=child_environment(), timeout=60, stdout=subprocess.DEVNULL)

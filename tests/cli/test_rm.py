@@ -8,13 +8,11 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ml_flashpoint import Flashpoint, open_version
 from ml_flashpoint.format.errors import JobInUseError, ObjectNotFoundError, UnsafePathError
-from ml_flashpoint.memory import container
 from ml_flashpoint.stores.location import BaseContainer
 from tests.faults.common import part_files
 from tests.support.commands import flashpoint
@@ -94,29 +92,6 @@ def test_a_job_whose_only_version_was_removed_everywhere_begins_anew(tmpfs: Path
     assert call_team(faults.load_as, tmpfs, 2, "next") == [None, None]
 
 
-def test_a_version_that_was_removed_on_one_node_and_was_nowhere_else_is_not_forgotten(tmpfs: Path) -> None:
-    call_team(faults.save_as, tmpfs, 2, "none", [1])
-    assert flashpoint("rm", f"{tmpfs / 'node-0' / 'job'}@1", "--yes") == 0
-    for said in call_team(faults.load_as, tmpfs, 2, "none"):
-        assert said.startswith("NothingLoadableError"), said
-        assert "step-1_ckpt (the parts of ranks 0 of 2" in said
-    assert flashpoint("rm", f"{tmpfs / 'node-1' / 'job'}@1", "--yes") == 0
-    assert call_team(faults.load_as, tmpfs, 2, "none") == [None, None]
-
-
-def test_a_save_that_was_cut_short_is_removed_before_a_job_begins_anew(tmpfs: Path) -> None:
-    """Nobody can tell on one node whether it was complete, so it is not taken for nothing: the error names it."""
-    call_team(faults.save_as, tmpfs, 2, "none", [1])
-    cut_a_save_short(tmpfs, 2)
-    for node in (0, 1):
-        assert flashpoint("rm", f"{tmpfs / f'node-{node}' / 'job'}@1", "--yes") == 0
-    for said in call_team(faults.load_as, tmpfs, 2, "none"):
-        assert said.startswith("NothingLoadableError"), said
-        assert "step-2_ckpt (the parts of ranks 1 of 2" in said
-    assert flashpoint("rm", f"{tmpfs / 'node-0' / 'job'}@2", "--yes") == 0
-    assert call_team(faults.load_as, tmpfs, 2, "none") == [None, None]
-
-
 def test_what_is_not_ours_stays(base: Path, tmpfs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmpfs / "precious").mkdir()
     (tmpfs / "precious" / "data").write_text("all of it")
@@ -146,25 +121,6 @@ def test_not_while_a_process_of_the_job_runs(base: Path, capsys: pytest.CaptureF
         assert {path for path in before if "step-" in path} <= set(map(str, base.rglob("*")))
         child.kill()
     assert flashpoint("rm", base, "--yes") == 0
-
-
-def test_a_job_that_starts_meanwhile_waits_and_starts_from_nothing(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    children: list[Any] = []
-    remove_all = container.BaseContainer.remove_all
-
-    def start_first(self: container.BaseContainer) -> list[str]:
-        if not children:
-            children.append(Child(start, str(base)))
-            children[0].next_report("starting")
-        return remove_all(self)
-
-    monkeypatch.setattr(container.BaseContainer, "remove_all", start_first)
-    BaseContainer(base).remove(None)
-    with children[0] as child:
-        assert child.result(30) == 0
-    assert versions(base) == [1]
-    with Flashpoint(base) as fp:
-        assert fp.track(value=Stored()).resume() == 1
 
 
 def test_what_is_no_base_container_is_not_touched(base: Path, tmpfs: Path) -> None:

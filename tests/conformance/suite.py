@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from ml_flashpoint import Flashpoint
 from tests.faults.common import last, part_files
 from tests.support.forked import Child, call, preload
 from tests.support.settings import SETTINGS
@@ -69,6 +70,46 @@ class Door(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of the base container. What was saved stays."""
+
+
+class Holder:
+    """Anything that has a state."""
+
+    def __init__(self) -> None:
+        self.state: State = {}
+
+    def state_dict(self) -> State:
+        return self.state
+
+    def load_state_dict(self, state: State) -> None:
+        self.state = state
+
+
+class FlashpointDoor(Door):
+    def __init__(self, base: Path) -> None:
+        super().__init__(base)
+        self._holder = Holder()
+        self._fp = self.open()
+        self._asked = False
+
+    def open(self) -> Flashpoint:
+        return Flashpoint(str(self.base), strict=True, handle_sigterm=False).track(holder=self._holder)
+
+    def save(self, step: int, state: State) -> None:
+        if not self._asked:
+            self.load_latest()  # as one must, where there may be something
+        self._holder.state = state
+        self._fp.save(step)
+        assert self._fp.wait(60)
+
+    def load_latest(self) -> tuple[int, State] | None:
+        self._holder.state = {}
+        step = self._fp.resume()
+        self._asked = True
+        return (step, self._holder.state) if self._holder.state else None
+
+    def close(self) -> None:
+        self._fp.close()
 
 
 def _load_once(report: Any, door: type[Door], base: Path) -> tuple[int, bytes] | None:
@@ -163,8 +204,10 @@ class Conformance:
     def test_a_step_saved_again_replaces_the_earlier_save(self, base: Path) -> None:
         call(save_once, self.door, base, [5], 0)
         self.expect(base, 5, 0)
-        call(save_once, self.door, base, [5, 5], 1)
-        self.expect(base, 5, 1)
+        call(save_once, self.door, base, [5, 6, 6], 1)  # in this run, too
+        self.expect(base, 6, 1)
+        call(save_once, self.door, base, [5, 5], 2)
+        self.expect(base, 5, 2)
 
     def test_what_is_saved_after_going_back_is_the_newest(self, base: Path) -> None:
         call(save_once, self.door, base, [7, 8], 0)
@@ -178,7 +221,7 @@ class Conformance:
     def test_a_kill_loses_nothing_that_was_committed(self, base: Path) -> None:
         rng = random.Random(20)
         committed = begun = 0
-        for _ in range(8):
+        for _ in range(5):
             with Child(save_for_ever, self.door, base, begun + 1) as child:
                 (_, first) = child.next_report("committed")
                 time.sleep(rng.random() * 0.2)

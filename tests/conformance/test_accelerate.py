@@ -11,8 +11,7 @@ from accelerate import Accelerator
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.adapter.accelerate import AcceleratorFlashpoint
-from tests.conformance.suite import Conformance
-from tests.conformance.test_flashpoint import FlashpointDoor
+from tests.conformance.suite import Conformance, FlashpointDoor
 from tests.support import forked
 
 pytestmark = pytest.mark.slow

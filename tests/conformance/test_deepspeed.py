@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.state.archive import plain_modes
-from tests.conformance.suite import Conformance, State
-from tests.conformance.test_flashpoint import FlashpointDoor
+from tests.conformance.suite import Conformance, FlashpointDoor, State
 from tests.support import forked
 from tests.workers.deepspeed_training import DeepSpeedFlashpoint, deepspeed, make_engine
 

@@ -11,8 +11,7 @@ import torch
 pytest.importorskip("torchtitan")
 
 from ml_flashpoint.adapter.torchtitan import FlashpointManager
-from tests.conformance.suite import Conformance, Door, State
-from tests.conformance.test_flashpoint import Holder
+from tests.conformance.suite import Conformance, Door, Holder, State
 from tests.support import forked
 
 pytestmark = pytest.mark.slow

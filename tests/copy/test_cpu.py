@@ -46,13 +46,9 @@ def test_elements_of_targets_may_share_memory(dtype: torch.dtype, view: Callable
     copy_all([target, beside], [cpu_clone(source), torch.ones(3)])
     assert raw(target) == raw(source)
     assert beside.tolist() == [1, 1, 1]
-
-
-def test_elements_that_share_memory_cannot_have_different_values() -> None:
-    for view in OVERLAPPING.values():
-        target = view(torch.zeros(6, 8))
-        with pytest.raises(LoadError, match="share memory"):
-            copy_all([target], [torch.arange(float(target.numel())).view(target.shape)])
+    plain = view(torch.zeros(6, 8))
+    with pytest.raises(LoadError, match="share memory"):  # and so cannot have different values
+        copy_all([plain], [torch.arange(float(plain.numel())).view(plain.shape)])
 
 
 @every_dtype
@@ -129,7 +125,7 @@ def test_a_clone_has_memory_of_its_own(dtype: torch.dtype) -> None:
     for source in (whole, whole.t(), whole[2:, ::3], whole[0, 0], whole[:0]):
         clone = cpu_clone(source)
         assert clone.is_contiguous()
-        assert raw(clone) == raw(source)
+        assert bytes_of(clone).numpy().tobytes() == raw(clone) == raw(source)
         assert not clone.numel() or clone.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
         assert clone.untyped_storage().nbytes() == clone.numel() * dtype.itemsize
 
@@ -163,15 +159,6 @@ def test_any_mix_lands_in_one_buffer_and_nothing_beside_it_is_touched(
         assert arena[begin:end].numpy().tobytes() == raw(source)
         arena[begin:end] = 0xA5
     assert torch.equal(arena, _arena(1 << 16))
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex128])
-@pytest.mark.parametrize(
-    ("shape", "stride"), [((), ()), ((1,), (3,)), ((1, 1), (7, 5)), ((0, 2), (2, 1)), ((2, 3), (3, 1))]
-)
-def test_tensors_as_bytes(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    tensor = torch.arange(12).to(dtype).as_strided(shape, stride)
-    assert bytes_of(tensor).numpy().tobytes() == raw(tensor.clone(memory_format=torch.contiguous_format))
 
 
 @pytest.mark.parametrize("freed", ["targets", "sources"])

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml_flashpoint.copy import cpu
 from ml_flashpoint.copy.cpu import _do_all, copy_all, threads_for
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import InvalidArgumentError
@@ -23,13 +22,6 @@ DEADLINE_S = 60.0
 @pytest.fixture
 def four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHPOINT_COPY_THREADS", "4")
-
-
-def test_one_thread_does_it_all_if_there_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "run_on_pool", lambda job: None)
-    done: list[int] = []
-    _do_all(iter([lambda n=n: done.append(n) for n in range(9)]), 4)
-    assert done == list(range(9))
 
 
 def test_a_failure_elsewhere_is_raised_once_nobody_is_at_work() -> None:
@@ -128,14 +120,6 @@ def test_all_is_copied_whatever_the_sizes(sizes: list[tuple[int, str]]) -> None:
     for target, source in zip(targets, sources, strict=True):
         same = torch.equal(target.view(torch.uint8), source.contiguous().view(torch.uint8))
         assert same
-
-
-def test_a_copy_that_one_thread_cannot_make_fails_as_a_whole(four: None) -> None:
-    sources = [torch.ones(8 << 20) for _ in range(6)]
-    targets = [torch.empty_like(source) for source in sources]
-    targets[3] = torch.empty(7)
-    with pytest.raises(RuntimeError, match="size"):
-        copy_all(targets, sources)
 
 
 @pytest.mark.parametrize(

@@ -82,17 +82,6 @@ def test_saves_of_many_tensors_in_turn(slot: Slot) -> None:
         assert [raw(each.cpu()) for each in back] == expected
 
 
-def test_half_floats_that_are_no_numbers_keep_their_bits(slot: Slot) -> None:
-    bits = torch.tensor([0x7C01, -1, 0x7F81, 0x7E55] * 8, dtype=torch.int16)
-    there = [bits.cuda().view(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float16, torch.bfloat16)]
-    views = views_of(slot, there)
-    copy_all(views, there)
-    assert all(torch.equal(view.view(torch.int16), bits) for view in views)
-    back = [torch.zeros_like(each) for each in there]
-    copy_all(back, views)
-    assert all(torch.equal(each.view(torch.int16).cpu(), bits) for each in back)
-
-
 @pytest.mark.parametrize("shape", [(64,), (1 << 19,)], ids=["small", "large"])
 def test_copies_come_after_what_the_caller_has_enqueued(slot: Slot, shape: tuple[int, ...]) -> None:
     there = [torch.zeros(shape, device="cuda") for _ in range(3)]

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from ml_flashpoint import Flashpoint
+from ml_flashpoint.adapter.pytorch.memory_stager import HAS_FUTURES, MemoryStager
 from ml_flashpoint.copy.overlap import LateCopy
+from tests.support.dcp import RESULT_TIMEOUT_S, Door
 from tests.support.played_device import lock_slots
+from tests.support.tensors import assert_same, blank, clones
 
 pytestmark = pytest.mark.cuda
 WIDTH = 1024
@@ -32,6 +36,9 @@ class Job:
         self.model(torch.randn(64, WIDTH, device="cuda")).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def tracked_state(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self.tracked.items()}
 
     def state(self) -> dict[str, torch.Tensor]:
         found = {f"model.{name}": t for name, t in self.model.state_dict().items()}
@@ -144,3 +151,31 @@ def test_an_optimizer_that_is_replayed_is_not_copied_late(tmpfs: Path, late: lis
     with Flashpoint(tmpfs / "job", strict=True) as fp:
         fp.track(model=again, optimizer=torch.optim.AdamW(again.parameters(), capturable=True)).resume()
     assert torch.equal(again.weight, saved)
+
+
+@pytest.mark.parametrize(
+    "waits",
+    ["step", pytest.param("future", marks=pytest.mark.skipif(not HAS_FUTURES, reason="this torch knows none"))],
+)
+def test_dcp_saves_the_state_at_the_call(tmpfs: Path, late: list[LateCopy], waits: str) -> None:
+    job, door = Job(1), Door(tmpfs / "job")
+    options: dict[str, Any] = {}
+    if waits == "step":
+        door.writer.watch(job.optimizer)
+    else:
+        options["async_stager"] = MemoryStager(door.writer)
+    for step in range(1, 11):
+        job.step()
+        expected = clones(job.tracked_state())
+        saving: Any = dcp.async_save(
+            job.tracked_state(), checkpoint_id=door.version(step), storage_writer=door.writer, **options
+        )
+        if waits == "future":
+            saving.staging_completion.result(RESULT_TIMEOUT_S)
+        job.step()
+        getattr(saving, "upload_completion", saving).result(RESULT_TIMEOUT_S)
+        lock_slots(door.checkpointer._pool)
+        assert_same(door.load(blank(expected), step), expected)
+    assert len(late) >= 4
+    assert all(each.over for each in late)
+    door.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -87,16 +86,6 @@ def test_memory_is_locked_while_another_thread_captures_a_graph(tmpfs: Path) -> 
     slot.close()
 
 
-def test_background_threads_make_no_context_elsewhere(tmpfs: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two devices")
-    before = torch.cuda.mem_get_info(0)[0] if torch.cuda.current_device() else None
-    cuda.note_device(1)
-    slot = locked_slot(tmpfs / "slot")
-    slot.close()
-    assert before is None or torch.cuda.mem_get_info(0)[0] >= before - (64 << 20)
-
-
 def test_forked_children_leave_cuda_alone(tmpfs: Path) -> None:
     slot = locked_slot(tmpfs / "slot")
     child = os.fork()
@@ -111,16 +100,3 @@ def test_forked_children_leave_cuda_alone(tmpfs: Path) -> None:
     assert slot.is_pinned
     assert slot.tensor.is_pinned()
     slot.close()
-
-
-def test_threads_lock_at_once(tmpfs: Path) -> None:
-    slots = [Slot.make(tmpfs / f"slot-{n}", SIZE) for n in range(4)]
-    for slot in slots:
-        slot.prepare()
-    for slot in slots:
-        assert isinstance(slot._prefault, threading.Thread)
-        slot._prefault.join()
-    assert all(slot.is_pinned for slot in slots)
-    for slot in slots:
-        slot.close()
-    assert a_kernel_runs()

@@ -25,7 +25,7 @@ from ml_flashpoint.ddict.runtime.embedded import MOST_DEATHS
 from ml_flashpoint.format.errors import UnsafePathError
 from tests.support import dictionaries
 from tests.support.dictionaries import DEADLINE_S, await_that, is_running, runtime_of, stopped, wait_until_ready
-from tests.support.processes import child_environment, suspend
+from tests.support.processes import suspend
 from tests.workers import ddict_handles
 
 pytestmark = pytest.mark.slow
@@ -166,16 +166,6 @@ def test_a_manager_that_does_not_end_is_killed(root: Path) -> None:
     with pytest.raises(DDictDestroyedError):
         runtime_of(d).start([])
     d.destroy()
-
-
-def test_managers_import_neither_torch_nor_numpy() -> None:
-    """They start in a tenth of the time: each killed one is started again while users wait for it."""
-    program = (
-        "import sys, ml_flashpoint.ddict.manager.manager, ml_flashpoint.ddict.native; "
-        "sys.exit(' '.join({'torch', 'numpy', 'ray'} & set(sys.modules)) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=child_environment())
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_managers_at_work_do_without_torch(tmp_path: Path) -> None:

@@ -228,23 +228,3 @@ def test_killed_writers_cost_nothing_that_was_committed(seed: int) -> None:
         before = sum(each.used_bytes for each in dictionary.stats())
         assert before < 64 << 20, "what killed writers had begun takes memory for ever"
     assert not files_in(base)
-
-
-def test_nothing_stays_when_the_creator_is_killed() -> None:
-    context = multiprocessing.get_context("spawn")
-    for delay_s in (0.0, 0.02):
-        ours, theirs = context.Pipe(duplex=False)
-        creator = context.Process(target=ddict_handles.create_and_wait, args=(theirs,))
-        creator.start()
-        theirs.close()
-        try:
-            assert ours.poll(2 * DEADLINE_S)
-            base, pids = ours.recv()
-            assert files_in(base)
-            assert all(map(is_running, pids))
-            time.sleep(delay_s)
-        finally:
-            creator.kill()
-            creator.join(DEADLINE_S)
-        await_that(lambda pids=pids: not any(map(is_running, pids)))  # type: ignore[misc]
-        await_that(lambda base=base: not files_in(base))  # type: ignore[misc]

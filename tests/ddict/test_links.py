@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError
 from ml_flashpoint.ddict.links import Links, locator
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration, Options
-from ml_flashpoint.ddict.wire.requests import Here, Places, State, encode
-from ml_flashpoint.format.errors import ProtocolError
-from ml_flashpoint.net.client import Address, Connection
+from ml_flashpoint.ddict.wire.requests import State
+from ml_flashpoint.net.client import Address
 from ml_flashpoint.net.server import Peer, RequestServer
 
 SECRET = b"a secret of the test"
@@ -144,19 +142,3 @@ def test_without_its_coordinator_a_dictionary_is_gone(who: int) -> None:
         ask(links, who)
     assert time.monotonic() - began < TIMEOUT_S / 2
     links.close()
-
-
-@pytest.mark.parametrize("said", [(2, "there", "/m"), (-1, "there", "/m"), (1, "there", 1), (1, None, "/m"), (1,)])
-def test_nobody_is_told_of_a_manager_that_says_nonsense(said: tuple[Any, ...]) -> None:
-    server = Coordinator(configuration_of(("tcp", "127.0.0.1", 1)), "127.0.0.1")
-    good = Here(1, "there", "/m", "127.0.0.1", 1)
-    operation, fields = encode(good, TIMEOUT_S)
-    try:
-        with Connection(server.address, SECRET, REQUESTS, connect_timeout_s=TIMEOUT_S) as line:
-            with pytest.raises(ProtocolError):
-                line.request(operation, {**fields, "a": [*said, "127.0.0.1", 1]}, timeout_s=TIMEOUT_S)
-            line.request(operation, fields, timeout_s=TIMEOUT_S)
-            told = line.request(*encode(Places(), TIMEOUT_S), timeout_s=TIMEOUT_S).fields["places"]
-            assert told == [[1, ["there", "/m", "127.0.0.1", 1]]]
-    finally:
-        server.close()

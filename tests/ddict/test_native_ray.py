@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
+from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.native import (
-    BarrierBrokenError,
     CollectiveGroup,
     Policy,
     ProcessFailedError,
@@ -62,14 +60,6 @@ def test_members_pass_a_barrier_together(tmp_path: Path) -> None:
         assert not barrier.broken
     for together in zip(*notes(tmp_path, puids), strict=True):
         assert sorted(together) == list(range(4))
-
-
-def test_exit_codes_are_known_by_puid() -> None:
-    with group_of(1, ddict_members.exit_with, 3) as group:
-        (puid,) = puids_of(group)
-        with pytest.raises(ProcessFailedError) as caught:
-            group.join(timeout=DEADLINE_S)
-        assert (caught.value.puid, caught.value.exit_code) == (puid, 3)
 
 
 def test_a_member_that_fails_is_named_with_its_error_and_ends_the_others(tmp_path: Path) -> None:
@@ -121,39 +111,6 @@ def test_ranks_on_both_nodes_reduce_together(tmp_path: Path) -> None:
     assert [one["total"] for one in seen] == [10] * 4
     # Rank, local rank, ranks on the node, node, all ranks.
     assert [one["place"] for one in seen] == [[0, 0, 2, 0, 4], [1, 1, 2, 0, 4], [2, 0, 2, 1, 4], [3, 1, 2, 1, 4]]
-
-
-def test_one_who_gives_up_breaks_the_barrier_until_it_is_reset() -> None:
-    with barrier_of(2) as barrier:
-        copy = pickle.loads(pickle.dumps(barrier))
-        with pytest.raises(DDictTimeoutError, match="barrier"):
-            barrier.wait(timeout=0.2)
-        wait_until(lambda: copy.broken, "the abort to be heard")
-        with pytest.raises(BarrierBrokenError):
-            copy.wait(timeout=DEADLINE_S)
-        copy.reset()
-        assert not barrier.broken
-        barrier.close()
-        with pytest.raises(DDictDestroyedError):
-            copy.wait(timeout=DEADLINE_S)
-
-
-def test_a_waiting_member_that_its_group_ends_does_not_count(tmp_path: Path) -> None:
-    with barrier_of(3) as barrier, group_of(2, ddict_members.wait_for_others, barrier, str(tmp_path)) as group:
-        wait_until(lambda: barrier.n_waiting == 2, "two waiting")
-        group.kill()
-        group.join(timeout=DEADLINE_S)  # ended by the group itself: no failure
-        wait_until(lambda: barrier.broken, "their connections have ended")
-        with pytest.raises(BarrierBrokenError, match="died, or gave up"):
-            barrier.wait(timeout=DEADLINE_S)
-
-
-def test_a_member_that_never_waited_breaks_no_barrier_when_its_group_ends_it(tmp_path: Path) -> None:
-    with barrier_of(2) as barrier:
-        with group_of(1, ddict_members.hang, str(tmp_path), False, barrier) as group:
-            (puid,) = puids_of(group)
-            wait_until(lambda: (tmp_path / str(puid)).exists(), "the start of the member")
-        assert not barrier.broken
 
 
 @pytest.mark.parametrize("node", [-1, 2])

@@ -1,8 +1,8 @@
 """A simulation of a dictionary: the rules of the product, told of everything in any order, late, or never.
 
 The network delivers in any order, late, or never; handles give up, go back, leave and are killed; commits are called
-off; managers are lost. The coordinator's decisions are the product's (`Rules`), and so are the fences, the shards, and
-what a handle knows (`Standing`). The processes around them are played.
+off; managers are lost. The coordinator's decisions are the product's (`Rules`), and so are those of managers (`Share`),
+and what a handle knows (`Standing`). The processes around them are played.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +24,11 @@ from ml_flashpoint.ddict.errors import (
     StaleEpochError,
     StaleRequestError,
 )
-from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, Shard
+from ml_flashpoint.ddict.manager.shard import Entry, InlineValue
+from ml_flashpoint.ddict.manager.share import CutTable, Share
 from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.rules import Rules, Step
 from ml_flashpoint.ddict.wire import requests as asked
-from ml_flashpoint.ddict.wire.fence import Fence
 from ml_flashpoint.ddict.wire.requests import Back, Written
 
 SCHEDULES = "FLASHPOINT_TEST_RULES_SCHEDULES"
@@ -59,66 +60,33 @@ class Handle:
     sent: list[Put] = field(default_factory=list)  # and not answered yet, or given up
 
 
-class Manager:
-    """A share of the keys."""
+class Manager(Share):
+    """A manager's share of the keys."""
 
     def __init__(self) -> None:
-        self.shard, self.fence = Shard(is_final=False), Fence()
-        self.epoch, self.cut = 0, (0, -1)
-        self.kept: dict[int, tuple[int, list[Entry]]] = {}
-        self.dead: set[str] = set()
+        super().__init__(0, OPTIONS, CutTable())
+
+    def answer(self, request: asked.Request) -> dict[str, Any]:
+        """Do what the coordinator asks for."""
+        if isinstance(request, asked.Begin):
+            assert request.epoch <= self.epoch or self.begin(request), "what all go on from is gone"
+        elif isinstance(request, asked.Discard):
+            self.discard(request)
+        elif isinstance(request, asked.Prepare):
+            self.prepare(request)
+        elif isinstance(request, asked.Seal):
+            self.check_epoch(request.epoch)
+        else:
+            assert isinstance(request, asked.Settle)
+            self.settle(request)
+        return {"part": (1, 1)}
 
     def put(self, put: Put) -> int:
         """Write. Returns the cut that it came late for; -1: none."""
-        handle, checkpoint_id, epoch, generation = put.whose
-        if epoch != self.epoch or handle in self.dead:
-            raise StaleEpochError("of another epoch")
-        self.fence.hear(handle, generation, self.epoch)
-        self.shard.put(Entry(put.key, checkpoint_id, handle, InlineValue(b"")))
+        late = self.check_change(put.whose)
+        self.shard.put(Entry(put.key, put.whose.checkpoint_id, put.whose.handle, InlineValue(b"")))
         assert not put.is_overtaken, "it takes effect after a later request of its handle"
-        return self.cut[0] if checkpoint_id <= self.cut[1] else -1
-
-    def begin(self, told: asked.Begin) -> None:
-        """Begin an epoch."""
-        if told.epoch <= self.epoch:
-            return
-        self.kept = {cut: its for cut, its in self.kept.items() if cut in told.keep}
-        wanted = dict(self.kept.values())
-        assert told.base < 0 or told.base in wanted, "what all go on from is gone"
-        self.shard.load(wanted.items())
-        self.shard.committed, self.shard.kept = told.base, frozenset(wanted)
-        self.epoch, self.cut = told.epoch, (told.cut, told.base)
-        self.fence.begin(told.epoch)
-        self.dead.clear()
-
-    def prepare(self, told: asked.Prepare) -> None:
-        """Note what belongs to a cut."""
-        if told.epoch != self.epoch:
-            raise StaleEpochError("of another epoch")
-        self.kept = {cut: its for cut, its in self.kept.items() if cut <= told.committed}
-        self.kept[told.cut] = told.checkpoint_id, self.shard.cut(told.checkpoint_id)
-        self.cut = told.cut, told.checkpoint_id
-
-    def settle(self, told: asked.Settle) -> None:
-        """Let go of what no one needs."""
-        if told.epoch != self.epoch:
-            raise StaleEpochError("of another epoch")
-        self.shard.retire(told.oldest)
-        self.shard.committed = told.committed
-        self.shard.kept = frozenset(self.kept[cut][0] for cut in told.keep if cut in self.kept)
-        self.kept = {cut: its for cut, its in self.kept.items() if cut in told.keep or cut > told.cut}
-
-    def discard(self, told: asked.Discard) -> None:
-        """Discard what a handle wrote above a checkpoint."""
-        handle, to, epoch, generation = told.whose
-        if epoch < self.epoch:
-            return
-        if told.dead:
-            self.dead.add(handle)
-        else:
-            self.fence.hear(handle, generation, epoch)
-            self.dead.discard(handle)
-        self.shard.rollback(handle, to)
+        return int(late.get("late", -1))
 
 
 class World:
@@ -331,51 +299,38 @@ class World:
     # ---- the coordinator ----------------------------------------------------------------------------------
 
     def coordinate(self) -> None:
-        """Do the next thing that the rules say, one manager at a time."""
+        """Do the next thing that the rules say, one manager at a time, in any order."""
         if not self.under_way and (step := self.rules.next()) is not None:
-            self.under_way = self.asks(step)
+            self.ask, answers = self.rules.ask(step), dict[int, dict[str, Any]]()
+            self.under_way = [partial(self.tell, each, answers) for each in self.ask.requests]
+            self.chosen.shuffle(self.under_way)
+            self.under_way.append(lambda: self.have_told([answers[each] for each in self.ask.requests]))
         if self.under_way:
+            is_done = True
             try:
                 self.under_way.pop(0)()
             except StaleEpochError:  # another one has begun: tried again then
                 self.under_way.clear()
+                is_done = False
             if not self.under_way:
-                self.rules.ended()
+                self.rules.ended(self.ask, is_done=is_done)
 
-    def asks(self, step: Step) -> list[Callable[[], None]]:
-        """Return what is asked of each manager, in any order, and what is noted after that."""
-        order, rules = self.chosen.sample(range(MANAGERS), MANAGERS), self.rules
-        if step is Step.BEGIN:
-            epoch, begins = rules.epoch, rules.begins()
+    def tell(self, manager: int, answers: dict[int, dict[str, Any]]) -> None:
+        """Ask one manager."""
+        answers[manager] = self.managers[manager].answer(self.ask.requests[manager])
+        self.ask.heard(manager)
 
-            def begin(number: int) -> None:
-                self.managers[number].begin(begins[number])
-                rules.begun(number, epoch)
-
-            behind = [number for number in order if number in begins]
-            return [*(lambda number=number: begin(number) for number in behind), lambda: rules.open(epoch)]
-        if step is Step.DISCARD:
-            discard = rules.discards()[0]
-            told = [lambda number=number: self.managers[number].discard(discard) for number in order]
-            return [*told, lambda: rules.discarded(discard)]
-        if step is Step.COMMIT:
-            prepared = rules.prepare()
-            told = [lambda number=number: self.managers[number].prepare(prepared) for number in order]
-            return [*told, lambda: self.committed(prepared)]
-        settle = rules.settle()
-        told = [lambda number=number: self.managers[number].settle(settle) for number in order]
-        return [*told, lambda: rules.settled(settle)]
-
-    def committed(self, prepared: asked.Prepare) -> None:
+    def have_told(self, answers: list[dict[str, Any]]) -> None:
         """A commit is made of whole steps, and of nothing that was taken back."""
-        if not self.rules.commit(prepared, [(1, 1)] * MANAGERS):
+        self.ask.done(answers)
+        at, cut = self.rules.committed, self.rules.cut_of(self.rules.committed)
+        if self.ask.step is not Step.SEAL or cut in self.contents:
             return
-        cut = prepared.cut
-        there = {entry.key for manager in self.managers for entry in manager.kept[cut][1]}
+        there = {entry.key for manager in self.managers for entry in manager.table.find(cut).entries}
         self.contents[cut] = there
         assert not there & self.taken_back(), "what was taken back is committed"
         for put in (put for handle in self.handles for put in handle.acknowledged):
-            is_in = put.whose.checkpoint_id <= prepared.checkpoint_id and put.handle.standing.written.late < cut
+            is_in = put.whose.checkpoint_id <= at and put.handle.standing.written.late < cut
             assert put.key in there or not is_in, f"{put} was acknowledged before cut {cut}, which lacks it"
 
     def taken_back(self) -> set[bytes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,15 +14,11 @@ import torch
 
 from ml_flashpoint.ddict.client.values import ValueWriter, encode, object_blobs, object_size, read_object, read_value
 from ml_flashpoint.ddict.errors import StaleValueError
-from ml_flashpoint.ddict.links import allow_many_files
 from ml_flashpoint.ddict.manager.shard import StoredValue
 from ml_flashpoint.ddict.manager.store import PartStore, ValueSlots, in_pieces
-from ml_flashpoint.format.digest import block_count
-from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, JobInUseError, ObjectFormatError
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord
-from ml_flashpoint.format.names import SaveId
+from ml_flashpoint.format.errors import InvalidArgumentError, JobInUseError
 from tests.ddict import value_support
-from tests.ddict.value_support import INCARNATION, is_free, open_store, put
+from tests.ddict.value_support import INCARNATION, open_store, put
 from tests.support import forked
 from tests.support.forked import Child
 
@@ -75,27 +70,6 @@ def used_bytes(slots: ValueSlots) -> int:
 # ---- one process ------------------------------------------------------------------------------------------------
 
 
-def test_a_lock_lives_exactly_as_long_as_the_view(slots: ValueSlots, writer: ValueWriter) -> None:
-    stored = put(slots, writer, [full(1), np.zeros(COUNT)])
-    path = stored.slot.path
-    assert is_free(path)
-    value = read_value(str(path), stored.value_id)
-    assert isinstance(value, list)
-    assert not is_free(path)
-    part = value[0][5:7].view(2, 1)
-    del value
-    assert not is_free(path)  # a view of a view is enough
-    del part
-    assert is_free(path)
-    array = read_value(str(path), stored.value_id)[1][::2]  # type: ignore[index]
-    assert not is_free(path)
-    del array
-    assert is_free(path)
-    copies = read_value(str(path), stored.value_id, copy=True)
-    assert is_free(path)
-    del copies
-
-
 def test_a_slot_is_reused_only_when_nobody_looks_at_it(
     store: PartStore, slots: ValueSlots, writer: ValueWriter
 ) -> None:
@@ -115,77 +89,7 @@ def test_a_slot_is_reused_only_when_nobody_looks_at_it(
     assert used_bytes(slots) == second.nbytes + third.nbytes
 
 
-def test_a_mapping_that_is_kept_follows_a_slot_that_was_replaced(
-    tmpfs: Path, store: PartStore, slots: ValueSlots, writer: ValueWriter
-) -> None:
-    first = put(slots, writer, full(1))
-    store.close()
-    first.slot.path.unlink()
-    again = open_store(tmpfs)
-    other = put(ValueSlots(again, "f" * 16), writer, full(3))
-    assert other.slot.path == first.slot.path
-    assert torch.equal(read_value(str(other.slot.path), other.value_id), full(3))  # type: ignore[arg-type]
-    again.close()
-
-
-def test_mappings_are_bounded_and_those_of_removed_files_are_forgotten(slots: ValueSlots, store: PartStore) -> None:
-    writer = ValueWriter(mappings=3)
-    stored = [put(slots, writer, full(i)) for i in range(5)]
-    assert len(writer._kept) == 3
-    for value in stored:
-        let_go(slots, value)
-    assert store.remove_free(0) == 5 * stored[0].nbytes
-    put(slots, writer, full(9))
-    assert len(writer._kept) == 1
-    writer.close()
-    put(slots, writer, full(10))
-    writer.close()
-
-
 # ---- promises ---------------------------------------------------------------------------------------------------
-
-
-def test_only_what_was_written_whole_is_adopted(slots: ValueSlots, writer: ValueWriter) -> None:
-    encoded = encode(full(1))
-    room = slots.allocate(object_size(encoded))
-    with pytest.raises(StaleValueError):
-        slots.adopt(room.value_id)
-    with pytest.raises(StaleValueError):
-        read_value(room.path, room.value_id)
-    with pytest.raises(StaleValueError):
-        slots.adopt(f"v-{INCARNATION}-000000000099")
-    with writer.writing(room.path, room.value_id) as write:
-        write(encoded)
-    stored = slots.adopt(room.value_id)
-    with pytest.raises(StaleValueError):
-        slots.adopt(room.value_id)
-    with pytest.raises(StaleValueError), writer.writing(room.path, room.value_id):
-        pass  # it holds a value: not to be written over
-    slots.abandon([room.value_id])
-    assert used_bytes(slots) == stored.nbytes
-
-
-def test_a_damaged_object_is_not_adopted(slots: ValueSlots) -> None:
-    room = slots.allocate(1000)
-    with open(room.path, "r+b") as file:
-        file.write((1 << 40).to_bytes(8, "little"))
-    with pytest.raises(ObjectFormatError):
-        slots.adopt(room.value_id)
-    slots.abandon([room.value_id])
-    assert used_bytes(slots) == 0
-
-
-def test_room_that_was_given_up_is_used_again(store: PartStore, slots: ValueSlots, writer: ValueWriter) -> None:
-    rooms = [slots.allocate(500_000) for _ in range(3)]
-    assert used_bytes(slots) == sum(room.size for room in rooms)
-    slots.abandon([room.value_id for room in rooms])
-    slots.abandon([room.value_id for room in rooms])
-    assert used_bytes(slots) == 0
-    for room in rooms:
-        with pytest.raises(StaleValueError):
-            slots.adopt(room.value_id)
-    assert {slots.allocate(500_000).path for _ in range(3)} == {room.path for room in rooms}
-    assert len(paths(store)) == 3
 
 
 def test_free_slots_are_given_back_for_others_within_the_limit(store: PartStore) -> None:
@@ -197,15 +101,6 @@ def test_free_slots_are_given_back_for_others_within_the_limit(store: PartStore)
     assert sum(store.resident_bytes()) <= (4 << 20) + (1 << 16)
     assert 0 < len(paths(store)) < 10
     assert used_bytes(slots) == large.size
-
-
-def test_a_failed_write_leaves_no_value(slots: ValueSlots, writer: ValueWriter) -> None:
-    room = slots.allocate(1000)
-    with pytest.raises((CapacityError, InvalidArgumentError)), writer.writing(room.path, room.value_id) as write:
-        write(encode(torch.zeros(room.size)))
-    assert is_free(room.path)
-    with pytest.raises(StaleValueError):
-        slots.adopt(room.value_id)
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 30, 70_000])  # a value of 400 kB travels whole, or as one of 2 GiB does
@@ -236,25 +131,6 @@ def test_values_from_another_node_are_filled_in(
         assert np.array_equal(found["b"], value["b"])
 
 
-def test_a_value_that_became_a_part_of_the_store_is_not_freed_at_its_end(
-    store: PartStore, slots: ValueSlots, writer: ValueWriter
-) -> None:
-    stored = put(slots, writer, full(1))
-    record = ObjectRecord(
-        size=stored.size,
-        file_size=stored.slot.size,
-        digests=("0" * 16,) * block_count(stored.size),
-    )
-    manifest = Manifest(SaveId(1, 3), rank=0, world_size=1, node="n0", record=record)
-    part = store.commit(stored.slot, manifest)
-    stored.unused = None
-    let_go(slots, stored)
-    assert put(slots, writer, full(2)).slot is not stored.slot
-    assert torch.equal(read_value(str(stored.slot.path), stored.value_id), full(1))  # type: ignore[arg-type]
-    store.drop([part])
-    assert put(slots, writer, full(3)).slot is stored.slot
-
-
 # ---- several processes ------------------------------------------------------------------------------------------
 
 
@@ -281,17 +157,6 @@ def test_the_lock_of_a_reader_goes_with_it(slots: ValueSlots, writer: ValueWrite
             child.stop()
         assert put(slots, writer, full(2)).slot is not stored.slot
         child.kill()
-        assert put(slots, writer, full(3)).slot is stored.slot
-
-
-def test_a_fork_of_a_reader_is_a_reader(slots: ValueSlots, writer: ValueWriter) -> None:
-    stored = put(slots, writer, full(1))
-    with Child(value_support.hold_a_view_in_a_fork, str(stored.slot.path), stored.value_id) as child:
-        child.next_report("forked")
-        let_go(slots, stored)
-        assert put(slots, writer, full(2)).slot is not stored.slot
-        child.say("go on")
-        child.join()
         assert put(slots, writer, full(3)).slot is stored.slot
 
 
@@ -416,15 +281,6 @@ def test_more_views_than_files_may_be_open(slots: ValueSlots, writer: ValueWrite
     with Child(value_support.hold_many_views, str(stored.slot.path), stored.value_id, 100) as child:
         assert "copy=True" in child.next_report("refused")[1]
         child.join()
-
-
-def test_as_many_files_as_allowed() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
-        assert allow_many_files() == before[1]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_the_slots_of_a_manager_are_one_process_alone(store: PartStore, tmpfs: Path) -> None:

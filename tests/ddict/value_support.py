@@ -56,17 +56,6 @@ def hold_a_view(report: Any, path: str, value_id: str) -> None:
     report.listen()
 
 
-def hold_a_view_in_a_fork(report: Any, path: str, value_id: str) -> None:
-    value = read_value(path, value_id)
-    pid = os.fork()
-    if pid == 0:
-        report("forked", os.getpid())
-        report.listen()
-        os._exit(0)
-    del value
-    os.waitpid(pid, 0)
-
-
 def write_and_wait(report: Any, path: str, value_id: str, when: str) -> None:
     """Stands still before the value is written, or after."""
     with ValueWriter().writing(path, value_id) as write:

@@ -56,7 +56,7 @@ def test_on_several_ranks(case_runs: CaseRuns, world_size: int, mode: str, name:
     def make(root: Path) -> Cluster:
         return Cluster(root, "dcp_cases", ranks_per_node=world_size, args=[f"{each}:{mode}" for each in names])
 
-    case_runs.of((world_size, mode, len(names)), make).check(f"{name}:{mode}")
+    case_runs.check((world_size, mode, len(names)), make, f"{name}:{mode}")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from tests.support.processes import suspend
 pytestmark = [pytest.mark.slow(190), pytest.mark.timeout(600)]
 
 EXAMPLES = REPOSITORY / "examples" / "ddict"
-PRELOADED = ("ml_flashpoint.ddict", "ml_flashpoint.ddict.native")
 DEADLINE_S = 250.0
 
 
@@ -33,7 +32,7 @@ class Program(Cluster):
 
     def __init__(self, name: str, temporary: Path, tmpfs: Path, args: tuple[object, ...]) -> None:
         env = {"FLASHPOINT_DDICT_BASE": str(tmpfs), "TMPDIR": str(temporary)}
-        super().__init__(temporary / "root", EXAMPLES / f"{name}.py", args=args, env=env, preload=PRELOADED)
+        super().__init__(temporary / "root", EXAMPLES / f"{name}.py", args=args, env=env)
         self._temporary, self._tmpfs = temporary, tmpfs
 
     def end(self, code: int = 0) -> str:
@@ -95,14 +94,11 @@ def plain_loop(seed: int, processes: int) -> tuple[float, int]:
     return total / (processes * 1000), rollbacks
 
 
-def seed_with_rollbacks(processes: int) -> int:
-    return next(seed for seed in range(100) if plain_loop(seed, processes)[1] >= 3)
-
-
-def test_thirty_processes_average_what_a_plain_loop_does(tmpfs: Path) -> None:
-    seed = seed_with_rollbacks(30)
-    expected, rollbacks = plain_loop(seed, 30)
-    output = run("averaging", tmpfs, "--seed", seed)
+@pytest.mark.parametrize("processes", [12, pytest.param(30, marks=pytest.mark.soak)])
+def test_processes_average_what_a_plain_loop_does(tmpfs: Path, processes: int) -> None:
+    seed = next(seed for seed in range(1000) if plain_loop(seed, processes)[1] >= 3)
+    expected, rollbacks = plain_loop(seed, processes)
+    output = run("averaging", tmpfs, "--seed", seed, "--processes", processes)
     (average,) = re.findall(r"^Final average from all processes is (\S+)$", output, re.MULTILINE)
     # Summed in another order, hence not bit for bit.
     assert math.isclose(float(average), expected, rel_tol=1e-9, abs_tol=1e-12)

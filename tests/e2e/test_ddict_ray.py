@@ -33,7 +33,7 @@ from ml_flashpoint.ddict.runtime.ray_runtime import NAMESPACE, actor_name
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.support import tmpfs as tmpfs_folders
 from tests.support.forked import wait_until
-from tests.support.ray_cluster import RayCluster, ray_cluster, run_on, take_memory
+from tests.support.ray_cluster import RayCluster, ray_cluster, run_on
 from tests.workers import ddict_ray
 from tests.workers.ddict_ray import PARTS, part_of, value_of
 
@@ -115,6 +115,11 @@ def ray_node_of(d: DDict, manager: int) -> str:
     return str(place_of(d, manager)["node"])
 
 
+def manager_elsewhere(cluster: RayCluster, d: DDict) -> int:
+    """One that is not on the head of the cluster. Where managers are, Ray decides."""
+    return next(manager for manager in range(NODES) if ray_node_of(d, manager) != cluster.head)
+
+
 def lose(cluster: RayCluster, d: DDict, manager: int) -> None:
     """A machine goes with its memory."""
     place = place_of(d, manager)
@@ -142,8 +147,8 @@ def test_values_of_all_nodes(cluster: RayCluster) -> None:
 
 
 def test_a_node_is_lost_while_writers_run(cluster: RayCluster) -> None:
-    lost = 0
-    with _with_manager_elsewhere(cluster, lost) as d:
+    with DDict(1, NODES, TOTAL, working_set_size=2, wait_for_writers=True, timeout=TIMEOUT_S, replication="ring") as d:
+        lost = manager_elsewhere(cluster, d)
         running = {node: run_on(node, ddict_ray.write_epochs, d, r, NODES) for r, node in enumerate(cluster.nodes)}
         wait_until(lambda: d.sync_to_newest_checkpoint() >= 3, "three checkpoints", DEADLINE_S)
         lost_node = ray_node_of(d, lost)
@@ -201,7 +206,7 @@ def test_nothing_committed_is_lost_strike_after_strike(cluster: RayCluster, base
         task = ray.remote(ddict_ray.write_parts).options(num_cpus=0.2, max_retries=0, scheduling_strategy=pinned)
         writers = [task.remote(d, rank, WRITERS) for rank in range(WRITERS)]
         committed = _await_committed(d, PARTS)
-        away = next(manager for manager in range(NODES) if ray_node_of(d, manager) != cluster.head)
+        away = manager_elsewhere(cluster, d)
         for strike in (
             lambda: os.kill(place_of(d, 0)["pids"][0], signal.SIGKILL),
             lambda: ray.kill(actor_of(d, 1), no_restart=False),
@@ -291,21 +296,6 @@ def test_managers_may_be_children_all_the_same(cluster: RayCluster) -> None:
         d["x"] = 1
         assert d._configuration.coordinator is None
         assert d["x"] == 1
-
-
-def _with_manager_elsewhere(cluster: RayCluster, manager: int) -> DDict:
-    """A dictionary whose manager of this number is not on the head of the cluster. Where it is, Ray decides."""
-    for _ in range(10):
-        # Ray begins with the node that has most to give away.
-        ballast = take_memory(cluster.head, 2 << 30)
-        try:
-            d = DDict(1, NODES, TOTAL, working_set_size=2, wait_for_writers=True, timeout=TIMEOUT_S, replication="ring")
-        finally:
-            ray.kill(ballast)
-        if ray_node_of(d, manager) != cluster.head:
-            return d
-        d.destroy()
-    raise AssertionError("Ray puts this manager on the head every time")
 
 
 def _place(actor: Any) -> dict[str, Any] | None:

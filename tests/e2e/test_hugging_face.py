@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from tests.support import warm
 from tests.support.cluster import REPOSITORY, Cluster, free_port
-from tests.support.processes import child_environment
+from tests.support.processes import OF_RANKS, child_environment
 
 pytestmark = [pytest.mark.slow(90), pytest.mark.timeout(240)]
 # Steps after which rank 0 is killed: before the last step of an epoch, after it, and in the midst of one.
@@ -80,7 +80,7 @@ def test_accelerates_example_goes_on_under_its_launcher(tmpfs: Path) -> None:
     launch += ["--rdzv_backend", "c10d", "--max_restarts", "2", "--main_process_port", str(free_port()), str(example)]
     args = ["--base", str(tmpfs / "job"), "--steps", "24", "--die-at", "14"]
     ours = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = warm.run([*launch, *args], child_environment(**ours), preload=warm.HUGGING_FACE, timeout_s=220)
+    ended = warm.run([*launch, *args], child_environment(**OF_RANKS, **ours), preload=warm.HUGGING_FACE, timeout_s=220)
     assert ended.returncode == 0, ended.stderr
     assert "starting anew" in ended.stdout
     assert "rank 0 kills itself" in ended.stdout

@@ -107,7 +107,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("marked")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_when_it_is_interrupted_it_leaves_nothing_behind(number: signal.Signals) -> None:
     # Where the tests run in the background of a shell, SIGINT is ignored, and children inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -41,4 +41,4 @@ def test_on_two_nodes(case_runs: CaseRuns, name: str) -> None:
     def make(root: Path) -> Cluster:
         return Cluster(root, "nemo_cases", nodes=2, args=CASES, torchrun=True, preload=warm.NEMO)
 
-    case_runs.of("all", make).check(name)
+    case_runs.check("all", make, name)

@@ -114,7 +114,7 @@ def test_the_last_version_is_persisted_at_the_end(tmpfs: Path, door: str, leaves
 )
 def test_the_newest_version_is_persisted_on_sigterm(tmpfs: Path, door: str) -> None:
     """A rank that waits in a collective for one that has ended is ended with the grace."""
-    with job(tmpfs, door, 2, 10**6, persist_every=1000, grace_s=6.0) as team:
+    with job(tmpfs, door, 2, 10**6, persist_every=1000, grace_s=10.0) as team:
         for child in team.ranks:
             child.next_report("step", 5)
         for child in team.ranks:

@@ -129,10 +129,10 @@ def assert_undisturbed(run: Run) -> None:
         assert [each["failures"] for each in reports if "failures" in each] == [0]
 
 
-def test_killed_workers(cluster: RayCluster, folder: Path) -> None:
-    run = Run(folder, "killed", kills=[3, 8]).start().end()
+def test_a_killed_worker(cluster: RayCluster, folder: Path) -> None:
+    run = Run(folder, "killed", kills=[7]).start().end()
     assert_undisturbed(run)
-    assert len(run.resumed_at()) >= 3
+    assert len(run.resumed_at()) >= 2
     assert min(run.resumed_at()[1:]) > 0
     assert run.result.metrics == {"epoch": 1}
     with run.result.checkpoint.as_directory() as reported:

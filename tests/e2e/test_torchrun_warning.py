@@ -14,7 +14,7 @@ import pytest
 from ml_flashpoint.checkpointer import STORE_VARIABLE
 from tests.support import warm
 from tests.support.cluster import free_port
-from tests.support.processes import child_environment
+from tests.support.processes import OF_RANKS, child_environment
 
 JOB = """
 import os
@@ -42,7 +42,7 @@ def test_a_job_is_warned_where_it_may_hang(
 ) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
-    env = {name: value for name, value in child_environment(PYTHONUNBUFFERED="1").items() if name != STORE_VARIABLE}
+    env = {name: value for name, value in child_environment(**OF_RANKS).items() if name != STORE_VARIABLE}
     env |= {"FLASHPOINT_TEST_BASE": str(tmpfs / "job"), **({STORE_VARIABLE: "1"} if disabled else {})}
     place = (
         ["--rdzv-backend=c10d", "--local-addr=127.0.0.1", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]

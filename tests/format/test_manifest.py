@@ -1,14 +1,9 @@
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 import resource
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +13,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ml_flashpoint.format.errors import (
-    FlashpointError,
     ManifestError,
     ObjectNotFoundError,
 )
@@ -42,7 +36,6 @@ from ml_flashpoint.format.names import (
     parse_manifest_name,
     parse_object_name,
 )
-from tests.support import tmpfs as tmpfs_folders
 from tests.support.forked import Child
 
 RECORD = ObjectRecord(24, 4096, ("0123456789abcdef", "00000000000000ff"), 16)
@@ -166,6 +159,9 @@ class TestEncoding:
             content(rank="3"),
             content(rank=True),
             content(rank=8),
+            content(rank=-1),
+            content(step=-1),
+            content(object=record(block_size=0)),
             content(world_size=10**30),
             content(run=10**12),
             content(step=2**63),
@@ -210,16 +206,6 @@ def version(tmp_path: Path) -> Path:
     return directory
 
 
-@pytest.fixture
-def full_filesystem(version: Path) -> Iterator[Path]:
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(tmpfs_folders.mounted(version, 4096))
-        except OSError as error:
-            pytest.skip(f"cannot mount a small tmpfs: {error}")
-        yield version
-
-
 def _write_for_ever(report: Any, version: Path) -> None:
     for number in itertools.count():
         write_manifest(version, replace(MANIFEST, labels={"number": str(number)}))
@@ -261,13 +247,6 @@ class TestFiles:
         with pytest.raises(ManifestError, match=r"rank-00003-00000007\.manifest"):
             read_manifest(path)
 
-    def test_a_full_filesystem_keeps_the_earlier_one(self, full_filesystem: Path) -> None:
-        write_manifest(full_filesystem, MANIFEST)
-        with pytest.raises(OSError, match="No space"):
-            write_manifest(full_filesystem, replace(MANIFEST, labels={"again": "yes"}))
-        assert read_manifest(full_filesystem / NAME) == MANIFEST
-        assert len(list(full_filesystem.iterdir())) == 1
-
     def test_a_write_cut_short_keeps_the_earlier_one(self, version: Path) -> None:
         path = write_manifest(version, MANIFEST)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -280,37 +259,10 @@ class TestFiles:
         assert read_manifest(path) == MANIFEST
         assert list(version.iterdir()) == [path]
 
-    def test_readers_never_see_half_of_one(self, version: Path) -> None:
-        write_manifest(version, MANIFEST)
-        done = threading.Event()
-        failures: list[FlashpointError] = []
-
-        def read() -> None:
-            while not done.is_set():
-                try:
-                    read_manifest(version / NAME)
-                except FlashpointError as error:
-                    failures.append(error)
-
-        readers = [threading.Thread(target=read) for _ in range(2)]
-        for reader in readers:
-            reader.start()
-        for number in range(300):
-            write_manifest(version, replace(MANIFEST, labels={"number": str(number)}))
-        done.set()
-        for reader in readers:
-            reader.join()
-        assert not failures
-
     def test_a_writer_killed_at_any_point_leaves_a_whole_one(self, version: Path) -> None:
         write_manifest(version, MANIFEST)
-        for _ in range(5):
+        for _ in range(3):
             with Child(_write_for_ever, version) as writer:
                 writer.next_report("writing")
                 writer.kill()
             assert read_manifest(version / NAME).rank == 3
-
-
-def test_knows_no_torch() -> None:
-    script = "import sys, ml_flashpoint.format.manifest; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True)

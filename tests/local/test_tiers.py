@@ -20,7 +20,7 @@ from ml_flashpoint.local import (
     StaleIterationError,
 )
 from tests.support.forked import wait_until
-from tests.support.persisting import REFUSED, persisted_steps, refusal
+from tests.support.persisting import persisted_steps
 
 
 @contextlib.contextmanager
@@ -49,14 +49,6 @@ def damage(path: Path) -> None:
     data[len(data) // 4] ^= 1
     path.unlink()
     path.write_bytes(data)
-
-
-@pytest.mark.parametrize(("argument", "value"), REFUSED)
-def test_refuses_what_the_facade_refuses_in_its_words(tmpfs: Path, argument: str, value: Any) -> None:
-    options: dict[str, Any] = {"persist": "memory://any", argument: value}
-    with pytest.raises(InvalidArgumentError) as refused:
-        LocalCheckpointManager(tmpfs / "jobs", "job", **options)
-    assert str(refused.value) == refusal(argument, value)
 
 
 def test_an_older_iteration_is_gone_back_to(tmpfs: Path) -> None:
@@ -91,29 +83,13 @@ def test_an_iteration_that_cannot_be_loaded_changes_nothing(tmpfs: Path, monkeyp
             made.save(BasicTensorAwareStateDict({"w": torch.ones(9), "own": OnlyAtFirst.ONE}), iteration)
         with monkeypatch.context() as patched:
             patched.delattr("tests.local.test_tiers.OnlyAtFirst")
-            with pytest.raises(UnsafeContentError):
-                made.load(1)
-        assert made.latest_iteration == 3
+            for iteration in (1, 3):
+                with pytest.raises(UnsafeContentError):
+                    made.load(iteration)
+                assert (made.latest_iteration, made.find_latest()) == (3, 3)
         with pytest.raises(StaleIterationError, match="older than iteration 3"):
             made.save(BasicTensorAwareStateDict({}), 2)
-        assert made.find_latest() == 3
-        with monkeypatch.context() as patched:
-            patched.delattr("tests.local.test_tiers.OnlyAtFirst")
-            with pytest.raises(UnsafeContentError):
-                made.load(3)
-        assert made.find_latest() == 3
         assert made.load()[1].iteration == 3
-
-
-@pytest.mark.damages_on_purpose
-def test_kept_iterations_are_what_is_fallen_back_to(tmpfs: Path) -> None:
-    with manager(tmpfs, keep=3) as made:
-        save(made, 1, 2, 3, 4)
-    for iteration in (4, 3):
-        (path,) = (tmpfs / "jobs").glob(f"**/step-{iteration}_ckpt/*.safetensors")
-        damage(path)
-    with manager(tmpfs, keep=3) as made:
-        assert loaded(made) == (2, 2.0, "memory")
 
 
 @pytest.mark.damages_on_purpose

@@ -20,7 +20,7 @@ from hypothesis.extra import numpy as npst
 from ml_flashpoint.copy.dtypes import STORABLE_DTYPES
 from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
 from ml_flashpoint.local import BasicTensorAwareStateDict, CheckpointingException, LocalCheckpointManager
-from ml_flashpoint.state.archive import array_of, describe_dtype, dtype_of
+from ml_flashpoint.state.archive import array_of, dtype_of
 from tests.local.states import Colour, Frozen, Ordinary, Pair, Plain, assert_equal
 
 
@@ -271,23 +271,8 @@ def test_anything_comes_back_or_is_refused_at_length(manager: LocalCheckpointMan
 # ---- descriptions of dtypes -------------------------------------------------------------------------------
 
 
-class Void(np.void):
-    pass
-
-
-@pytest.mark.parametrize("kind", [np.record, Void])
-def test_dtypes_of_other_scalars_are_refused(kind: type[np.void]) -> None:
-    own = np.dtype((kind, [("a", "<i4")]))  # type: ignore[call-overload]
-    for dtype in (own, np.dtype([("b", own)]), np.dtype([("b", [("c", own, (2,))])])):
-        with pytest.raises(InvalidArgumentError, match="cannot be stored"):
-            describe_dtype(dtype)
-    long = np.dtype([("a", np.longlong)])
-    assert dtype_of(describe_dtype(long)) == long
-
-
-@pytest.mark.parametrize(
-    "described",
-    [
+def test_forged_dtypes_and_shapes_are_refused() -> None:
+    dtypes = [
         "O",
         "no such",
         None,
@@ -295,19 +280,12 @@ def test_dtypes_of_other_scalars_are_refused(kind: type[np.void]) -> None:
         ("O", [1]),
         [("a", "O")],
         [("a", "<f8", (-1,))],
-        [("a", "<f8"), ("a", "<f8")],
         [("a", [("b", "O")])],
-        "<M8[Y/0]",
-        [("a", [(("b", "c"), ("i4,m8[W/-0]", (2,)))])],
-    ],
-    ids=str,
-)
-def test_forged_dtypes_are_refused(described: Any) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        dtype_of(described)
-
-
-@pytest.mark.parametrize("shape", [[2], [-1], [1, 0], ["1"], [2**62, 4]])
-def test_forged_shapes_are_refused(shape: Any) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        array_of(b"12345678", "<f8", shape)
+    ]
+    dtypes += [[("a", "<f8"), ("a", "<f8")], "<M8[Y/0]", [("a", [(("b", "c"), ("i4,m8[W/-0]", (2,)))])]]  # type: ignore[list-item]
+    for described in dtypes:
+        with pytest.raises((TypeError, ValueError)):
+            dtype_of(described)
+    for shape in ([2], [-1], [1, 0], ["1"], [2**62, 4]):
+        with pytest.raises((TypeError, ValueError)):
+            array_of(b"12345678", "<f8", shape)  # type: ignore[arg-type]

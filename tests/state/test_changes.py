@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import itertools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -25,13 +23,12 @@ WIDTH = 4
 
 
 class Net(nn.Module):
-    """With all kinds of entries in its tables, and classes of its own that may be given other methods."""
+    """With all kinds of entries in its tables."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer_class: Any = type("Layer", (nn.Linear,), {})
-        self.first, self.norm = self.layer_class(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-        self.last, self.tied = self.layer_class(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.last, self.tied = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
         self.tied.weight = self.first.weight
         self.again = self.last
         self.spare: nn.Module | None = None
@@ -143,22 +140,6 @@ def _as_double(value: Any) -> Any:
     return {key: each * 2 if isinstance(each, torch.Tensor) else each for key, each in value.items()}
 
 
-class Doubling(Net):
-    """A class with a say in what its state dict has."""
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        return _as_double(super().state_dict(*args, **kwargs))
-
-
-def _class_method(job: Job) -> None:
-    job.model.layer_class.get_extra_state = lambda self: torch.ones(next(job.count) % 2 + 1)
-    job.model.layer_class.set_extra_state = lambda self, state: None
-
-
-def _hook(job: Job) -> None:
-    job.model.last.register_state_dict_pre_hook(lambda *_: job.model.first.weight.data.mul_(2))
-
-
 def _post_hook(job: Job) -> None:
     def hook(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
         state[f"{prefix}hooked"] = torch.ones(next(job.count) % 2 + 1)
@@ -172,14 +153,6 @@ def _optimizer_hook(job: Job) -> None:
         return {"state": {n: _as_double(each) for n, each in state["state"].items()}, "param_groups": groups}
 
     job.optimizer.register_state_dict_post_hook(hook)
-
-
-class DoublingOptimizer(torch.optim.AdamW):
-    """The same of an optimizer."""
-
-    def state_dict(self) -> Any:
-        state = super().state_dict()
-        return {**state, "state": {n: _as_double(each) for n, each in state["state"].items()}}
 
 
 def _add_group(job: Job) -> None:
@@ -247,12 +220,8 @@ CHANGES: dict[str, Change] = {
     "add group": _add_group,
     "move between groups": _move_between_groups,
     "reverse group": _reverse_group,
-    "hook": _hook,
     "post hook": _post_hook,
     "optimizer's hook": _optimizer_hook,
-    "class's method": _class_method,
-    "class": lambda job: setattr(job.model, "__class__", Doubling),
-    "optimizer's class": lambda job: setattr(job.optimizer, "__class__", DoublingOptimizer),
 }
 
 
@@ -309,6 +278,7 @@ def test_a_change_is_saved_as_it_is(name: str) -> None:
         checked.save()
 
 
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=12))
 def test_any_changes_are_saved_as_they_are(names: list[str]) -> None:
     job = Job()
@@ -328,21 +298,3 @@ def test_what_loops_do_at_every_step_leaves_the_plan_as_it_is(name: str) -> None
     for _ in range(3):
         CHANGES[name](job)
         assert checked.save()
-
-
-def _deep_copies(width: int) -> int:
-    model = nn.ParameterList(torch.zeros(1) for _ in range(width))
-    tracked = TrackedState(0, 1)
-    tracked.add("model", model)
-    tracked.add("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
-    made: list[object] = []
-    sys.setprofile(lambda frame, event, _: made.append(event) if frame.f_code is copy.deepcopy.__code__ else None)
-    try:
-        tracked.to_save()
-    finally:
-        sys.setprofile(None)
-    return len(made)
-
-
-def test_a_save_copies_an_optimizers_options_and_not_the_names_of_its_parameters() -> None:
-    assert 0 < _deep_copies(2) == _deep_copies(200)

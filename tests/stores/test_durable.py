@@ -1,4 +1,4 @@
-"""The format of persisted versions: what counts as one, what is distrusted, and what goes."""
+"""The format of persisted versions: what counts as one, what is distrusted, what goes, and what is read of one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from ml_flashpoint.engine.reader import ObjectReader
 from ml_flashpoint.format.digest import digest_block
-from ml_flashpoint.format.errors import DamagedError, ManifestError, ObjectNotFoundError, SaveError
+from ml_flashpoint.format.errors import DamagedError, ManifestError, ObjectFormatError, ObjectNotFoundError, SaveError
 from ml_flashpoint.format.manifest import JOB_LABEL, MAX_RECORD_BYTES, Manifest, ObjectRecord, encode, encode_record
 from ml_flashpoint.format.names import SaveId, manifest_name, object_name
+from ml_flashpoint.format.object_format import encode_header, plan_layout
+from ml_flashpoint.stores import version_store as module
 from ml_flashpoint.stores.durable import MARKER, DurableVersions, folder_of, save_of
 from ml_flashpoint.stores.files import Directory, Files
-from ml_flashpoint.stores.version_store import Version
+from ml_flashpoint.stores.version_store import StoredObject, Version
 
 RUN, LATER = "00000007", "00000012"
 pytestmark = pytest.mark.damages_on_purpose
@@ -109,8 +112,12 @@ def test_what_dead_writers_left_goes_and_what_is_being_written_stays(store: Dura
     store.files.write(f"run-{LATER}/step-7_ckpt/.0123456789abcdef.tmp", [b"half"])
     store.files.write("run-of-somebody-else/step-1_ckpt/file", [b"not ours"])
     store.files.write("notes.txt", [b"not ours"])
+    marker = encode_record("another-1", {"run": "18c0ffee00000000-0000000a"})
+    store.files.write(f"run-18c0ffee00000000-0000000a/step-1_ckpt/{MARKER}", [marker])
     store.keep_newest(3, newest.save)
-    assert store.files.list() == ["notes.txt", f"run-{LATER}", "run-of-somebody-else"]
+    strange = ["run-18c0ffee00000000-0000000a", "run-of-somebody-else"]
+    assert store.files.list() == ["notes.txt", f"run-{LATER}", *strange]
+    assert counting(store) == [newest]
     assert store.files.list(f"run-{LATER}") == ["step-5_ckpt", "step-6_ckpt", "step-7_ckpt"]
     store.check_parts(newest)
 
@@ -126,16 +133,7 @@ def test_what_failed_goes_before_the_next_one_is_written(store: DurableVersions)
     store.check_parts(newest)
 
 
-def test_what_is_no_run_of_ours_is_let_alone(store: DurableVersions) -> None:
-    marker = encode_record("another-1", {"run": "18c0ffee00000000-0000000a"})
-    store.files.write(f"run-18c0ffee00000000-0000000a/step-1_ckpt/{MARKER}", [marker])
-    newest = persist(store, 5)
-    store.keep_newest(1, newest.save)
-    assert len(store.files.list()) == 2
-    assert store.versions() == [newest]
-
-
-# ---- what is distrusted ---------------------------------------------------------------------------------------
+# ---- what is distrusted --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -177,17 +175,13 @@ def test_parts_of_two_jobs_are_no_version(store: DurableVersions) -> None:
         store.manifest(counting(store)[0], 1)
 
 
-def test_manifests_of_other_parts_are_refused(store: DurableVersions) -> None:
-    newest, other = persist(store, 3), part(3, world_size=3)
-    store.files.write(f"{newest.folder}/{manifest_name(0, newest.save_id)}", [encode(other)])
-    with pytest.raises(ManifestError):
-        store.check_parts(newest)
-
-
-def test_records_and_manifests_that_are_too_large_are_not_read(root: Path) -> None:
+def test_manifests_of_other_parts_and_files_that_are_too_large_are_refused(root: Path) -> None:
     store = DurableVersions(Directory(root))
     newest = persist(store, 3)
     path = root / newest.folder / manifest_name(0, newest.save_id)
+    path.write_bytes(encode(part(3, world_size=3)))
+    with pytest.raises(ManifestError):
+        store.check_parts(newest)
     os.truncate(path, 2**40)
     with pytest.raises(DamagedError, match="more than"):
         store.check_parts(newest)
@@ -221,3 +215,56 @@ def test_links_are_not_followed(root: Path, what: str) -> None:
     assert victim.exists()
     if victim.is_dir():
         shutil.rmtree(victim)
+
+
+# ---- objects that are read: their bytes, then zeros, whatever the memory was used for before -------------------------
+
+
+BLOCK = 1000
+
+
+def written(root: Path, size: int, file_size: int) -> tuple[bytes, StoredObject]:
+    data = os.urandom(size)
+    digests = tuple(digest_block(data[at : at + BLOCK]) for at in range(0, size, BLOCK))
+    manifest = Manifest(SaveId(1, size), 0, 1, "node", ObjectRecord(size, file_size, digests, BLOCK))
+    store = DurableVersions(Directory(root))
+    store.write_part(manifest, lambda: [data + b"\xff" * (file_size - size)])
+    store.complete(manifest.save, 1)
+    return data, StoredObject(manifest, [store])
+
+
+def file_of(stored: StoredObject) -> bytes:
+    return b"".join(map(bytes, stored.file()))
+
+
+def test_the_whole_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(module, "_ZEROS", bytes(300))
+    for size, file_size in ((5500, 6500), (700, 700), (0, 1), (4000, 4299)):
+        data, stored = written(tmp_path, size, file_size)
+        assert file_of(stored) == data + bytes(file_size - size)
+
+
+def test_an_item_past_the_bytes_that_count_is_damage(tmp_path: Path) -> None:
+    layout = plan_layout([("weight", "float32", (3000,))])
+    data = encode_header(layout, layout.size) + bytes(layout.size - layout.data_start)
+    data = data[: layout.data_start + 1000]
+    digests = tuple(digest_block(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
+    manifest = Manifest(SaveId(1, 1), 0, 1, "node", ObjectRecord(len(data), layout.size, digests, BLOCK))
+    store = DurableVersions(Directory(tmp_path))
+    store.write_part(manifest, lambda: [data + bytes(layout.size - len(data))])
+    with pytest.raises(ObjectFormatError, match=f"up to byte {layout.size}"):
+        StoredObject(manifest, [store]).bytes_of("weight")
+    with pytest.raises(ObjectFormatError, match=f"up to byte {layout.size}"):
+        ObjectReader(manifest, local=memoryview(bytearray(data))).tensor("weight")
+
+
+@pytest.mark.parametrize("change", [0, 4999])
+def test_what_is_damaged_is_not_handed_out(tmp_path: Path, change: int) -> None:
+    data, stored = written(tmp_path, 5000, 5000)
+    Path(stored.path).write_bytes(data[:change] + bytes([data[change] ^ 1]) + data[change + 1 :])
+    with pytest.raises(DamagedError):
+        file_of(stored)
+    Path(stored.path).write_bytes(data[:-1])
+    with pytest.raises(DamagedError, match="ends before byte"):
+        file_of(stored)

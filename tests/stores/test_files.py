@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
-import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
@@ -24,6 +23,7 @@ from ml_flashpoint.format.errors import (
     UnsafePathError,
 )
 from ml_flashpoint.stores.files import Directory, Files
+from tests.support.forked import Child
 
 
 class Broken(Exception):
@@ -197,26 +197,18 @@ def test_nothing_is_read_or_written_where_another_user_planted_a_link(
     assert not list(elsewhere.iterdir())
 
 
+def _lock(report: Any, folder: Path) -> None:
+    kept = Directory(folder).lock("folder/lock", 1.0)
+    report("locked", kept is not None)
+    report.listen()
+
+
 def test_a_lock_ends_with_its_owner(tmpfs: Path) -> None:
     store = Directory(tmpfs)
-    ready, say = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            kept = store.lock("folder/lock", 1.0)
-            os.write(say, b"1" if kept else b"")
-            signal.pause()
-        finally:
-            os._exit(1)
-    try:
-        assert select.select([ready], [], [], 20)[0]
+    with Child(_lock, tmpfs) as child:
+        assert child.next_report("locked") == ("locked", True)
         with pytest.raises(JobInUseError, match="lock"):
             store.lock("folder/lock", 0.0)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(ready)
-        os.close(say)
     lock = store.lock("folder/lock", 0.0)
     assert lock is not None
     with pytest.raises(JobInUseError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,46 +35,36 @@ def go_through(names: Iterable[str], run: Callable[[str], None]) -> None:
         dist.barrier(meeting)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How each case of a run ended on each rank, None if well, and what was printed if the run failed as a whole."""
-
-    errors: dict[tuple[int, str], str | None]
-    output: str
-    world_size: int
-
-    def check(self, case: str) -> None:
-        """Raises `AssertionError`, with what every rank said, unless it ended well on all of them."""
-        errors = {rank: self.errors.get((rank, case), "it was not run") for rank in range(self.world_size)}
-        failed = "\n".join(f"rank {rank}: {error}" for rank, error in errors.items() if error is not None)
-        assert not failed, f"{failed}\n{self.output}"
-
-
 class CaseRuns:
     """Runs that several tests look at, each made when it is first asked for."""
 
     def __init__(self) -> None:
         self._folder = tmpfs_folders.make_folder()
-        self._done: dict[Hashable, Outcome] = {}
+        self._done: dict[Hashable, tuple[list[dict[str, str | None]], str]] = {}
 
-    def of(self, key: Hashable, make: Callable[[Path], Cluster]) -> Outcome:
-        """The run of that key. ``make`` is given its folder."""
+    def check(self, key: Hashable, make: Callable[[Path], Cluster], case: str) -> None:
+        """Raises `AssertionError`, with what every rank said, unless a case of the run of that key ended well on all.
+
+        ``make`` is given a folder for the run.
+        """
         if key not in self._done:
-            root = self._folder / str(len(self._done))
-            with make(root) as cluster:
-                output = ""
-                try:
-                    cluster.wait(RUN_TIMEOUT_S)
-                except ClusterError as error:
-                    output = str(error)
-                errors = {
-                    (rank, said["case"]): said["error"]
-                    for rank in range(cluster.world_size)
-                    for said in cluster.reports(rank)
-                }
-                self._done[key] = Outcome(errors, output, cluster.world_size)
-            tmpfs_folders.remove_folder(root)
-        return self._done[key]
+            self._done[key] = self._run(make)
+        by_rank, output = self._done[key]
+        errors = [of_rank.get(case, "it was not run") for of_rank in by_rank]
+        failed = "\n".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None)
+        assert not failed, f"{failed}\n{output}"
+
+    def _run(self, make: Callable[[Path], Cluster]) -> tuple[list[dict[str, str | None]], str]:
+        """How each case ended on each rank, None if well, and what was printed if the run failed as a whole."""
+        root, output = self._folder / str(len(self._done)), ""
+        with make(root) as cluster:
+            try:
+                cluster.wait(RUN_TIMEOUT_S)
+            except ClusterError as error:
+                output = str(error)
+            reports = [cluster.reports(rank) for rank in range(cluster.world_size)]
+        tmpfs_folders.remove_folder(root)
+        return [{said["case"]: said["error"] for said in of_rank} for of_rank in reports], output
 
     def close(self) -> None:
         """Remove their folders."""

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import psutil
 
 from tests.support import warm
-from tests.support.processes import REPOSITORY, CapturedProcess, kill_marked, marked_processes
+from tests.support.processes import OF_RANKS, REPOSITORY, CapturedProcess, kill_marked, marked_processes
 from tests.support.tmpfs import remove_folder
 from tests.support.worker import REPORT_PREFIX
 
@@ -208,9 +208,7 @@ class Cluster:
             "GLOO_SOCKET_IFNAME": "lo",
             **inherited,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), inherited.get("PYTHONPATH")])),
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONFAULTHANDLER": "1",
-            "OMP_NUM_THREADS": "1",
+            **OF_RANKS,
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank${rank}]:",
             # torch 2.13 keeps one store over all restarts of ranks, with the addresses of dead ones in it.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

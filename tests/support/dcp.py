@@ -20,6 +20,8 @@ from ml_flashpoint.adapter.pytorch.seed import (
 )
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.names import CheckpointContainerId
+from ml_flashpoint.format.object_format import ParsedHeader, parse_header
+from tests.support.tensors import assert_same, blank
 
 try:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -97,6 +99,11 @@ class Door:
         dcp.load(state, checkpoint_id=str(found), storage_reader=storage_reader, **options)
         return state
 
+    def round_trip(self, state: dict[str, Any], step: int, mode: str = "sync", **options: Any) -> None:
+        """Save, recover, and check that what is loaded is what was saved."""
+        self.save_by(mode, state, step, **options)
+        assert_same(self.load(blank(state), step), state)
+
     def settle(self) -> None:
         """Wait until what was saved is verified everywhere."""
         assert self.saver.wait(RESULT_TIMEOUT_S), "saves are still under way"
@@ -115,6 +122,11 @@ class Door:
     def object_path(self, step: int, rank: int = 0) -> Path:
         """The newest object of a rank in a version on this node."""
         return max((self.base / f"step-{step}_ckpt").glob(f"rank-{rank:05d}-*.safetensors"))
+
+    def header(self, step: int, rank: int = 0) -> ParsedHeader:
+        """What that object says of itself, on disk."""
+        data = self.object_path(step, rank).read_bytes()
+        return parse_header(data, len(data))
 
     def close(self) -> None:
         """Finish, and let go of the base container; what was saved stays."""

@@ -71,11 +71,6 @@ def _fork_server() -> Any:
     return _context
 
 
-def get_context(method: str | None = None) -> Any:
-    """In place of that of `multiprocessing`: what starts processes there has them forked by the fork server."""
-    return _fork_server()
-
-
 def _start(context: Any) -> None:
     first = context.Process(target=_nothing)
     first.start()

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -44,17 +44,7 @@ _MOST_FAILED = 20
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a pair.
-
-    Attributes:
-        python, torch: as asked for, ``3.12`` and ``2.6``.
-        releases: what that was, in full; empty where it was skipped.
-        tests: what was run: "all" quick tests, or the paths that were given.
-        passed, failed, skipped: tests. Errors count as failed.
-        failures: ids of those that failed, the first few.
-        why: the reason why nothing was run; None if something was.
-        day: when.
-    """
+    """What came of a pair. Errors count as failed; ``failures`` are the first few; ``why`` says why nothing was run."""
 
     python: str
     torch: str
@@ -72,12 +62,8 @@ class Result:
         """In the table."""
         if self.why is not None:
             return "skipped"
-        some = "" if self.tests == "all" else ", some tests"
-        return (
-            f"{self.failed} of {self.passed + self.failed} failed{some}"
-            if self.failed
-            else f"{self.passed} passed{some}"
-        )
+        found = f"{self.failed} of {self.passed + self.failed} failed" if self.failed else f"{self.passed} passed"
+        return found if self.tests == "all" else f"{found}, some tests"
 
 
 class SkippedError(Exception):
@@ -85,11 +71,7 @@ class SkippedError(Exception):
 
 
 def find_python(version: str) -> str:
-    """An interpreter of a release: this one, one on the PATH, or one that pyenv has.
-
-    Raises:
-        SkippedError: there is none.
-    """
+    """An interpreter of a release: this one, one on the PATH, or one that pyenv has. Raises if there is none."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = [sys.executable, shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
     for candidate in filter(None, found):
@@ -101,16 +83,10 @@ def find_python(version: str) -> str:
 
 
 def run(argv: Sequence[object], what: str, deadline_s: float) -> str:
-    """What a command prints.
-
-    Raises:
-        SkippedError: it failed, with the line of it that says most.
-    """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "FLASHPOINT"))}
+    """What a command prints. Raises if it fails, with the line that says most."""
+    words = [str(each) for each in argv]
     try:
-        done = subprocess.run(
-            [str(each) for each in argv], capture_output=True, text=True, timeout=deadline_s, cwd=FOLDER, env=clean
-        )
+        done = subprocess.run(words, capture_output=True, text=True, timeout=deadline_s, cwd=FOLDER, env=_clean())
     except subprocess.TimeoutExpired:
         raise SkippedError(f"{what}: not within {deadline_s:.0f} s") from None
     if done.returncode:
@@ -118,6 +94,10 @@ def run(argv: Sequence[object], what: str, deadline_s: float) -> str:
         errors = [line for line in lines if line.startswith("ERROR")]
         raise SkippedError(f"{what}: {(errors or lines or ['it failed'])[-1].strip()[:300]}")
     return done.stdout
+
+
+def _clean() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "FLASHPOINT"))}
 
 
 def build_wheel(python: str) -> Path:
@@ -136,11 +116,7 @@ def build_wheel(python: str) -> Path:
 
 
 def environment(python: str, torch: str) -> str:
-    """The interpreter of the environment of a pair, which is made if it is not there, or not complete.
-
-    Raises:
-        SkippedError: it cannot be made.
-    """
+    """The interpreter of the environment of a pair, which is made if it is not there, or not complete."""
     base = find_python(python)
     folder = FOLDER / f"py{python}-torch{torch}"
     inside, stamp = folder / "bin" / "python", folder / ".complete"
@@ -172,15 +148,14 @@ def run_pair(python: str, torch: str, paths: Sequence[str], options: Sequence[st
         report = FOLDER / f"py{python}-torch{torch}.xml"
         report.unlink(missing_ok=True)
         argv = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "-m", QUICK]
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "FLASHPOINT"))}
-        subprocess.run([*argv, *options, *(paths or ["tests"])], cwd=REPOSITORY, env=clean, timeout=_TEST_S)
+        subprocess.run([*argv, *options, *(paths or ["tests"])], cwd=REPOSITORY, env=_clean(), timeout=_TEST_S)
         if not report.exists():
             raise SkippedError("pytest ended without a report")
         return counted(result, releases, report.read_text(encoding="utf-8"))
     except SkippedError as error:
-        return Result(**{**asdict(result), "why": str(error)})
+        return replace(result, why=str(error))
     except subprocess.TimeoutExpired:
-        return Result(**{**asdict(result), "why": f"the tests did not end within {_TEST_S:.0f} s"})
+        return replace(result, why=f"the tests did not end within {_TEST_S:.0f} s")
 
 
 def counted(result: Result, releases: str, report: str) -> Result:
@@ -194,8 +169,8 @@ def counted(result: Result, releases: str, report: str) -> Result:
             skipped += 1
         else:
             passed += 1
-    told = {"passed": passed, "failed": len(failures), "skipped": skipped, "failures": tuple(failures[:_MOST_FAILED])}
-    return Result(**{**asdict(result), **told, "releases": releases})
+    first = tuple(failures[:_MOST_FAILED])
+    return replace(result, releases=releases, passed=passed, failed=len(failures), skipped=skipped, failures=first)
 
 
 def table(results: Iterable[Result]) -> str:

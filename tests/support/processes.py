@@ -25,6 +25,10 @@ KILL_DEADLINE_S = 20.0
 _LAST_LINES_S = 10.0
 
 
+# What all ranks of a cluster have. Programs that have other variables that are read at import have other templates.
+OF_RANKS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}
+
+
 def child_environment(**more: str) -> dict[str, str]:
     """The environment of this process, for a child that imports `tests`; with ``more``."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))

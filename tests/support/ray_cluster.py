@@ -131,16 +131,3 @@ def run_on(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
     """A task on one node, which is not repeated if it fails. Returns its reference."""
     pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ray.remote(function).options(num_cpus=1, max_retries=0, scheduling_strategy=pinned).remote(*args)
-
-
-class _Ballast:
-    def is_there(self) -> bool:
-        return True
-
-
-def take_memory(node_id: str, nbytes: int) -> Any:
-    """An actor on one node that only takes memory from what Ray may give away there."""
-    pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    actor = ray.remote(_Ballast).options(num_cpus=0, memory=nbytes, scheduling_strategy=pinned).remote()
-    ray.get(actor.is_there.remote(), timeout=START_S)
-    return actor

@@ -180,6 +180,11 @@ def test_damage_is_not_copied(job: _Job, tmpfs: Path) -> None:
     assert copy_version(job.base, tmpfs / "copies").name == "step-1_ckpt"  # what is damaged is left for an older one
     with pytest.raises(DamagedError), open_version(job.base, 2) as version:
         version.tensor(0, _KEY)
+    [manifest] = (job.base / "step-2_ckpt").glob("*.manifest")
+    manifest.unlink()
+    manifest.symlink_to("nowhere")  # cannot be read, which is not passed over either
+    with pytest.raises((DamagedError, UnreadableError)):
+        open_version(job.base, 2)
     job.flashpoint.close()
 
 
@@ -213,15 +218,3 @@ def test_what_cannot_be_opened_just_now_is_not_taken_for_none(job: _Job, tmpfs: 
 def _read(base: Path) -> float:
     with open_version(base) as version:
         return float(version.tensor(0, _KEY)[0, 0])
-
-
-@pytest.mark.damages_on_purpose
-def test_a_version_of_which_the_manifest_cannot_be_read_is_not_passed_over(job: _Job) -> None:
-    job.save()
-    newest = job.base / "step-3_ckpt"
-    for manifest in newest.glob("*.manifest"):
-        manifest.rename(manifest.with_suffix(".kept"))
-        os.symlink("nowhere", manifest)
-    with pytest.raises((DamagedError, UnreadableError)):
-        open_version(job.base, 3)
-    job.flashpoint.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import shutil
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from ml_flashpoint.format.names import SaveId, object_name
 from ml_flashpoint.memory.container import BaseContainer as JobContainer
 from ml_flashpoint.memory.lineage import RunRecord, mark_begun, write_record
 from ml_flashpoint.stores.bounded import while_it_moves
-from ml_flashpoint.stores.durable import MARKER, DurableVersions
+from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.files import Directory
 from ml_flashpoint.stores.location import BaseContainer, open_durable
 from ml_flashpoint.stores.version_store import Version
@@ -114,28 +113,16 @@ def store(tmpfs: Path) -> DurableVersions:
     return DurableVersions(Directory(tmpfs / "store"))
 
 
-@pytest.fixture
-def memory() -> Iterator[str]:
-    where = f"memory://{secrets.token_hex(4)}"
-    yield where
-    fsspec.filesystem("memory").rm(where, recursive=True)
-
-
-def test_one_node_has_its_own_parts_and_copies(bases: list[Path], url: str, store: DurableVersions) -> None:
-    commit_all(bases, 7, {0: [0, 1, 2, 3], 1: [2, 3]})
-    calls: list[tuple[int, int]] = []
-    made = persist_version(bases[0], url, progress=lambda done, total: calls.append((done, total)))
-    assert (made.version.step, made.version.save_id, made.was_there, made.newer) == (7, RUN, False, None)
-    assert stored(store) == {7: expected(7)}
-    assert calls[-1] == (4 * 2600, 4 * 2600)
-    assert sorted(store.files.list()) == ["lock", f"run-{RUN}"]
-
-
 def test_the_newest_that_all_nodes_together_have(bases: list[Path], url: str, store: DurableVersions) -> None:
     commit_all(bases, 5, {0: [0, 1], 1: [2, 3]})
-    commit_all(bases, 6, {0: [0, 1], 1: [2, 3]})
+    commit_all(bases, 6, {0: [0, 1, 2, 3], 1: [2, 3]})
     commit_all(bases, 7, {0: [0, 1]})  # being saved when it died
-    assert persist_version(bases, url).version.step == 6
+    calls: list[tuple[int, int]] = []
+    made = persist_version(bases[0], url, progress=lambda done, total: calls.append((done, total)))
+    assert (made.version.step, made.version.save_id, made.was_there, made.newer) == (6, RUN, False, None)
+    assert calls[-1] == (4 * 2600, 4 * 2600)
+    assert sorted(store.files.list()) == ["lock", f"run-{RUN}"]
+    assert persist_version(bases, url).was_there
     assert persist_version(bases, url, 5).newer == 6
     assert stored(store) == {5: expected(5), 6: expected(6)}
 
@@ -149,14 +136,22 @@ def test_missing_parts_are_named(
     assert flashpoint("persist", *bases, "--to", url, "--json") == 1
     assert "ranks 1, 3 of 4" in json.loads(capsys.readouterr().out)["error"]
     assert flashpoint("persist", f"{bases[0]}@8", "--to", url) == 2
+    capsys.readouterr()
     with pytest.raises(ObjectNotFoundError, match="no complete version of step 8"):
         persist_version(bases, url, 8)
     with pytest.raises(InvalidArgumentError, match="absolute"):
         persist_version(bases, "file://here")
     assert store.files.list() == []
+    commit_all(bases, 7, {1: [1, 3]})
+    assert flashpoint("persist", f"{bases[0]}@7", bases[1], "--to", url, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["step"], told["world_size"], told["was_there"], told["newer"]) == (7, 4, False, None)
 
 
-def test_a_damaged_part_is_taken_from_another_node(bases: list[Path], url: str, store: DurableVersions) -> None:
+def test_a_damaged_part_is_taken_from_another_node_or_an_older_version_is(
+    bases: list[Path], url: str, store: DurableVersions
+) -> None:
+    commit_all(bases, 6, {0: [0, 1, 2, 3]})
     commit_all(bases, 7, {0: [0, 1, 2, 3], 1: [1, 2, 3]})
     flip(bases[0] / "step-7_ckpt" / object_name(1, RUN))
     (bases[0] / "step-7_ckpt" / object_name(2, RUN)).unlink()
@@ -165,24 +160,16 @@ def test_a_damaged_part_is_taken_from_another_node(bases: list[Path], url: str, 
     path.symlink_to(bases[1] / "step-7_ckpt" / object_name(3, RUN))
     persist_version(bases, url)
     assert stored(store) == {7: expected(7)}
-
-
-def test_what_is_damaged_everywhere_is_left_for_an_older_version(
-    bases: list[Path], url: str, store: DurableVersions
-) -> None:
-    commit_all(bases, 6, {0: [0, 1, 2, 3]})
-    commit_all(bases, 7, {0: [0, 1, 2, 3], 1: [1]})
-    for base in bases:
-        flip(base / "step-7_ckpt" / object_name(1, RUN))
+    shutil.rmtree(store.path)
+    flip(bases[1] / "step-7_ckpt" / object_name(1, RUN))  # damaged everywhere now
     assert persist_version(bases, url).version.step == 6
-    assert stored(store) == {6: expected(6)}
     with pytest.raises(DamagedError, match="block 1"):
         persist_version(bases, url, 7)
     assert stored(store) == {6: expected(6)}
 
 
-def test_what_cannot_be_read_is_no_reason_for_an_older_version(
-    bases: list[Path], url: str, monkeypatch: pytest.MonkeyPatch
+def test_which_version_is_taken_where_one_cannot_be_read_or_was_gone_back_from(
+    bases: list[Path], url: str, store: DurableVersions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit_all(bases, 6, {0: [0, 1, 2, 3]})
     commit_all(bases, 7, {0: [0, 1, 2, 3]})
@@ -190,14 +177,10 @@ def test_what_cannot_be_read_is_no_reason_for_an_older_version(
     def fail(self: BaseContainer, manifest: Manifest, *args: object) -> None:
         raise UnreadableError("too many open files", rank=manifest.rank)
 
-    monkeypatch.setattr(BaseContainer, "read_into", fail)
-    with pytest.raises(UnreadableError):
-        persist_version(bases, url)
-
-
-def test_what_the_job_has_gone_back_from_is_not_taken(bases: list[Path], url: str, store: DurableVersions) -> None:
-    commit_all(bases, 6, {0: [0, 1, 2, 3]})
-    commit_all(bases, 7, {0: [0, 1, 2, 3]})
+    with monkeypatch.context() as patched:
+        patched.setattr(BaseContainer, "read_into", fail)
+        with pytest.raises(UnreadableError):
+            persist_version(bases, url)
     bases[0].chmod(0o700)
     container = JobContainer(bases[0])
     write_record(container, RunRecord(8, {7: 6}))
@@ -231,15 +214,17 @@ def test_it_goes_on_where_it_was_interrupted(
 
 
 def test_what_another_job_persists_is_not_replaced(
-    bases: list[Path], url: str, store: DurableVersions, memory: str
+    bases: list[Path], url: str, store: DurableVersions, tmpfs: Path
 ) -> None:
     commit_all(bases, 7, {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]})
     with store.owned(), pytest.raises(JobInUseError, match="a job persists at this URL"):
         persist_version(bases[0], url)
-    persist_version(bases[0], memory)  # which has no locks
+    unlocked = f"memory://{tmpfs.name}"
+    persist_version(bases[0], unlocked)
     with pytest.raises(JobInUseError, match="of another job"):
-        persist_version(bases[1], memory)
-    assert stored(open_durable(memory)) == {7: expected(7)}
+        persist_version(bases[1], unlocked)
+    assert stored(open_durable(unlocked)) == {7: expected(7)}
+    fsspec.filesystem("memory").rm(unlocked, recursive=True)
 
 
 class HangingFiles(Directory):
@@ -354,61 +339,31 @@ def test_of_persisted_versions_the_newest_that_is_sound_is_opened(
 
 
 def test_a_persisted_version_that_goes_while_it_is_read_is_no_damage(
-    bases: list[Path], tmpfs: Path, url: str, store: DurableVersions
+    bases: list[Path], tmpfs: Path, url: str, store: DurableVersions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job removes older versions once a newer one is persisted, whoever reads them."""
+    manifest = DurableVersions.manifest
     for number in (6, 7):
         commit_all(bases, number, {0: [0, 1, 2, 3]})
+
+    def replace(old: int, new: int) -> None:
+        if old in [version.step for version in counting(store)]:
+            persist_version(bases[0], url, new)
+            store.remove(old)
+
+    def replaced_first(self: DurableVersions, version: Version, rank: int) -> Manifest:
+        monkeypatch.undo()
+        replace(6, 7)
+        return manifest(self, version, rank)
+
     persist_version(bases[0], url, 6)
-    newer = [7]
-
-    def prune(done: int, total: int) -> None:
-        if newer:
-            persist_version(bases[0], url, newer.pop())
-            store.remove(6)
-
-    assert copy_version(url, tmpfs / "copies", progress=prune).name == "step-7_ckpt"
-    newer.append(6)
-
-    def persist_older(done: int, total: int) -> None:
-        if newer:
-            persist_version(bases[0], url, newer.pop())
-            store.remove(7)
-
+    monkeypatch.setattr(DurableVersions, "manifest", replaced_first)
+    assert open_version(url).step == 7
+    replace(7, 6)
+    assert copy_version(url, tmpfs / "copies", progress=lambda *_: replace(6, 7)).name == "step-7_ckpt"
     with pytest.raises(PrunedError):
-        copy_version(url, tmpfs / "again", 7, progress=persist_older)
+        copy_version(url, tmpfs / "again", 7, progress=lambda *_: replace(7, 6))
     with open_version(url, 6) as version:
         store.remove(6)
         with pytest.raises(PrunedError):
             list(version.object(3).pieces())
-
-
-def test_a_persisted_version_that_goes_before_its_parts_are_read_is_no_damage(
-    bases: list[Path], url: str, store: DurableVersions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in (6, 7):
-        commit_all(bases, number, {0: [0, 1, 2, 3]})
-    persist_version(bases[0], url, 6)
-    manifest = DurableVersions.manifest
-
-    def prune(self: DurableVersions, version: Version, rank: int) -> Manifest:
-        if version.step == 6:
-            monkeypatch.undo()
-            persist_version(bases[0], url, 7)
-            store.remove(6)
-        return manifest(self, version, rank)
-
-    monkeypatch.setattr(DurableVersions, "manifest", prune)
-    assert open_version(url).step == 7
-
-
-def test_the_command(bases: list[Path], url: str, store: DurableVersions, capsys: pytest.CaptureFixture[str]) -> None:
-    commit_all(bases, 6, {0: [0, 1], 1: [2, 3]})
-    commit_all(bases, 7, {0: [0, 1], 1: [2, 3]})
-    sources = [str(base) for base in bases]
-    assert flashpoint("persist", f"{sources[0]}@7", sources[1], "--to", url) == 0
-    assert capsys.readouterr().out == f"step 7 of 4 ranks is persisted, 10.2 KiB: {url}\n"
-    assert flashpoint("persist", f"{sources[0]}@6", sources[1], "--to", url, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["step"], told["world_size"], told["was_there"], told["newer"]) == (6, 4, False, 7)
-    assert all(MARKER in store.files.list(version.folder) for version in counting(store))

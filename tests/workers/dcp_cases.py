@@ -238,7 +238,7 @@ def a_planner_fails_on_one_rank(door: Door, mode: str) -> None:
             door.save_by(mode, sharded_state(step, _mesh()), step)
             check(door.load(blank(sharded_state(0, _mesh())), step), full_state(step))
             door.settle()
-            assert time.monotonic() - began < 20, "a save that failed holds the later ones up"
+            assert time.monotonic() - began < RESULT_TIMEOUT_S - 10, "a save that failed holds the later ones up"
     assert len(door.slot_bytes(rank())) <= 4, door.slot_bytes(rank())
 
 

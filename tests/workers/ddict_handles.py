@@ -36,14 +36,6 @@ def add(dictionary: DDict, key: str, times: int) -> None:
         dictionary.fetch_add(key)
 
 
-def write_and_wait(dictionary: DDict, key: Any, value: Any, pipe: Connection) -> None:
-    """Writes once, moves on to the next checkpoint, and stays."""
-    dictionary[key] = value
-    dictionary.checkpoint()
-    pipe.send(dictionary.checkpoint_id)
-    signal.pause()
-
-
 def try_to_destroy(dictionary: DDict, pipe: Connection) -> None:
     """What a child may not do."""
     try:

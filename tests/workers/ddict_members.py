@@ -72,11 +72,6 @@ def take_blocked_signal() -> None:
     signal.sigwait([signal.SIGUSR1])
 
 
-def wait_for_others(barrier: Barrier, folder: str) -> None:
-    note(folder, os.getpid())
-    barrier.wait(timeout=60)
-
-
 def wait_once(barrier: Barrier) -> int:
     return barrier.wait(timeout=60)
 

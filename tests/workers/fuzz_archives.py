@@ -1,5 +1,4 @@
-"""Loads forged archives, one after the other, and uses what comes of them. Run in a process of its own, since what it
-looks for would end that: ``python -m tests.workers.fuzz_archives EXAMPLES SEED``."""
+"""Forged archives, which are loaded one after the other; and what comes of them is used."""
 
 from __future__ import annotations
 
@@ -8,13 +7,11 @@ import contextlib
 import copy
 import datetime
 import decimal
-import faulthandler
 import fractions
 import io
 import pathlib
 import pickletools
 import struct
-import sys
 import uuid
 import warnings
 import zipfile
@@ -260,16 +257,10 @@ def calls(draw: st.DrawFn) -> bytes:
     return archive_of(b"\x80\x02" + call + state + b".", {"data/0": bytes(range(64))})
 
 
-def main(examples: int, chosen: int) -> None:
+def fuzz(report: Any, examples: int, chosen: int) -> None:
     """Load that many archives of each kind."""
-    faulthandler.enable()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for strategy in (mutated(), handmade(), calls()):
         relaxed = settings(max_examples=examples, database=None, deadline=None, suppress_health_check=list(HealthCheck))
         seed(chosen)(relaxed(given(strategy)(try_to_load)))()
-    print("all loaded or refused")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,7 +1,7 @@
 """Cases of the Megatron-LM door on several ranks, each beside megatron-core's own `torch_dist` where that can be.
 
 Arguments are names of cases; each runs on a base container of its own, and its outcome is reported. Started by
-tests/e2e/test_megatron_ranks.py.
+tests/e2e/test_megatron.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import itertools
 import logging
 import os
-import shutil
 import string
 import sys
 from collections.abc import Callable
@@ -41,10 +40,9 @@ from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.errors import CapacityError, FlashpointError
 from ml_flashpoint.format.names import CheckpointContainerId
 from tests.support.cases import go_through
-from tests.support.cuts import cut_in_the_midst
 from tests.support.megatron import Door, TorchDist, check_load, expected, without_cuda
 from tests.support.megatron_gpt import SHARDING, Gpt, PlayedCuda
-from tests.support.megatron_states import LAYOUTS, Layout, assert_same_state, plain, sharded_state, tensors_of
+from tests.support.megatron_states import LAYOUTS, Layout, assert_same_state, sharded_state
 from tests.support.worker import base_path, leave, rank, world_size
 
 CASES: dict[str, Callable[[Door, TorchDist], None]] = {}
@@ -246,37 +244,6 @@ def strict_handling(door: Door, other: TorchDist) -> None:
         assert_same_state(ours["model"], expected(layout, 1)["model"])
 
 
-@case
-def flattened_ranges(door: Door, other: TorchDist) -> None:
-    """Of a tensor, each rank has a range of its elements. megatron-core gave that up with 0.16."""
-
-    def state(step: int, blank: bool) -> dict[str, Any]:
-        whole = torch.arange(6.0 * 4).view(6, 4) + 100 * step
-        each = whole.numel() // world_size()
-        mine = slice(rank() * each, (rank() + 1) * each)
-        data = whole.flatten()[mine]
-        return {
-            "flat": ShardedTensor.from_rank_offsets_flat(
-                "flat", torch.full_like(data, -1) if blank else data, (6, 4), flattened_range=mine
-            )
-        }
-
-    if not hasattr(ShardedTensor, "from_rank_offsets_flat"):
-        assert version_of_megatron_core() >= (0, 16)
-        with pytest.raises(CheckpointingException):
-            ShardedTensor(
-                "flat", torch.zeros(3), torch.float32, (6,), (6,), (0,), (1,), flattened_range=slice(0, 3)
-            ).validate_metadata_integrity()
-        return
-    for step in (1, 2):
-        door.save_megatron(state(step, False), step, asynchronous=step == 2)
-        assert door.save_strategy.last_error is None
-        other.save(state(step, False))
-        ours = door.load_megatron(state(step, True), step)
-        assert_same_state(ours, other.load(state(step, True)))
-        assert_same_state(ours, plain(state(step, False)))
-
-
 # -- how saves go ------------------------------------------------------------------------------------------------
 
 
@@ -294,29 +261,6 @@ def the_staged_copies_are_the_object(door: Door, other: TorchDist) -> None:
         door.queue.maybe_finalize_async_calls(blocking=True)
         assert door.save_strategy.last_error is None
         check_load(door, layout, step)
-
-
-@case
-def what_an_optimizer_updates_may_change_after_the_call(door: Door, other: TorchDist) -> None:
-    """What each rank saves is what it was at the call: also parameters that other ranks update."""
-    tp = max(1, world_size() // 2)
-    with PlayedCuda():
-        blank = Gpt(tp, SHARDING, seed=7, half=True)
-        trained = Gpt(tp, SHARDING, seed=1, half=True)
-        blank.step(0)
-        trained.step(0)
-        door.save_strategy.watch(trained.optimizer)
-        for step in (1, 2, 3):
-            trained.step(step)
-            state = trained.sharded_state()
-            saved = tensors_of(state)
-            request = save_local_aware_megatron_checkpoint(state, door.version(step), door.save_strategy, True)
-            trained.step(100 + step)
-            door.queue.schedule_async_request(request)
-            door.queue.maybe_finalize_async_calls(blocking=True)
-            assert door.save_strategy.last_error is None
-            found = tensors_of(door.load_megatron(blank.sharded_state(is_loading=True), step))
-            assert_same_state({name: found[name] for name in saved}, saved)
 
 
 def _leaves(value: Any) -> list[torch.Tensor]:
@@ -546,33 +490,6 @@ def load_from_fewer(root: Path, saved_by: Layout) -> None:
 
 def _close(door: Door) -> None:
     dist.barrier()
-    door.close()
-
-
-@case
-def cut_connections(door: Door, other: TorchDist) -> None:
-    """Each rank's copy breaks off in its midst, and then what is sent to ranks whose node has lost its memory."""
-    layout, base = LAYOUTS[world_size()][0], base_path() / "cut"
-    door = Door(base)
-    door.latest()
-    for step in (1, 2):
-        with cut_in_the_midst() as cuts:
-            door.save_megatron(sharded_state(layout, step), step, asynchronous=step == 2)
-            door.settle()
-            dist.barrier()
-        assert door.save_strategy.last_error is None
-        assert (door.checkpointer.status.verified, len(cuts)) == (step, 1)
-    door.close()
-    dist.barrier()
-    lost = os.environ["FLASHPOINT_NODE_ID"] == "node-1"
-    if lost and int(os.environ["LOCAL_RANK"]) == 0:
-        shutil.rmtree(base)
-    dist.barrier()
-    door = Door(base)
-    with cut_in_the_midst() as cuts:
-        check_load(door, layout, 2)
-        dist.barrier()
-    assert sum(map(len, _gathered(cuts))) > 0
     door.close()
 
 

@@ -26,7 +26,7 @@ from ml_flashpoint.ddict.errors import (
 from ml_flashpoint.ddict.links import Links, Locator, Place, allow_many_files, locator, own_node
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.persistence import History
-from ml_flashpoint.ddict.rules import Rules, Step, Wanted
+from ml_flashpoint.ddict.rules import Ask, Rules, Step, Wanted
 from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.requests import Account, Back, Request, Result, Whose
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
@@ -83,8 +83,7 @@ class Coordinator:
         self._sessions: dict[str, Session] = {}
         self._unanswered: dict[int, str] = {}  # managers that commits wait for, and what they were asked
         self._trouble: FlashpointError | None = None  # why managers have not done what they were asked last
-        self._busy = self._closing = False
-        self._held_up = 0
+        self._busy = self._closing = self._held_up = False
         self._pool = ThreadPoolExecutor(min(32, options.managers), thread_name_prefix="ddict-commit")
         self._threads = [threading.Thread(target=self._run, name="ddict-coordinator", daemon=True)]
         if self._history is not None:
@@ -127,35 +126,31 @@ class Coordinator:
 
     # ---- managers -----------------------------------------------------------------------------------------
 
-    def _ask_all(self, request: Request, deadline: float | None = None, *, apart: bool = False) -> list[Fields]:
-        return self._ask(dict.fromkeys(range(self.rules.options.managers), request), deadline, apart=apart)
+    def _ask_all(self, request: Request, deadline: float) -> None:
+        self._ask(dict.fromkeys(range(self.rules.options.managers), request), deadline)
 
     def _ask(
-        self,
-        requests: Mapping[int, Request],
-        deadline: float | None = None,
-        *,
-        apart: bool = False,
-        heard: Callable[[int], None] = lambda manager: None,
+        self, requests: Mapping[int, Request], deadline: float, heard: Callable[[int], None] | None = None
     ) -> list[Fields]:
-        """Ask managers, all at once. Return their answers, or raise the first error once all have answered. ``apart``:
-        by threads of its own, as it takes long, and commits must not wait for it. ``heard``: called with each manager
-        that has answered."""
-        until = time.monotonic() + _CALL_S if deadline is None else max(deadline, time.monotonic() + 0.05)
+        """Ask managers, all at once. Return their answers, or raise the first error once all have answered. ``heard``:
+        called with each manager that has answered a step of a commit; anything else has threads of its own, as it takes
+        long, and commits must not wait for it."""
+        until = max(deadline, time.monotonic() + 0.05)
 
         def ask(manager: int, request: Request) -> Fields:
-            if not apart:
+            if heard is not None:
                 self._unanswered[manager] = asked.name_of(request)
             try:
                 fields = self._links.call(manager, request, deadline=until).fields
-                heard(manager)
+                if heard is not None:
+                    heard(manager)
                 return fields
             finally:
-                if not apart:
+                if heard is not None:
                     self._unanswered.pop(manager, None)
 
-        its = ThreadPoolExecutor(min(32, len(requests))) if apart else contextlib.nullcontext(self._pool)
-        with its as pool:
+        own = ThreadPoolExecutor(min(32, len(requests))) if heard is None else contextlib.nullcontext(self._pool)
+        with own as pool:
             try:
                 under_way = [pool.submit(ask, *each) for each in requests.items()]
             except RuntimeError as error:  # no thread can be had; or the program ends, without `destroy`
@@ -164,23 +159,20 @@ class Coordinator:
             return [each.result() for each in under_way]
 
     def _run(self) -> None:
-        steps = {
-            Step.BEGIN: self._begin,
-            Step.DISCARD: self._discard,
-            Step.COMMIT: self._commit,
-            Step.SETTLE: self._settle,
-        }
         while True:
             with self._changed:
                 step = None
-                while not self._closing and (step := self.rules.next(is_held_up=self._held_up > 0)) is None:
+                while not self._closing and (step := self.rules.next(is_held_up=self._held_up)) is None:
                     self._changed.wait()
                 if self._closing or step is None:
                     return
-                self._busy = True
+                self._busy, ask = True, self.rules.ask(step)
+            is_done = False
             try:
-                steps[step]()
-                self._trouble = None
+                self._carry_out(ask)
+                is_done = True
+                if step is not Step.PREPARE:  # what comes next may be what has failed
+                    self._trouble = None
             except Exception as error:  # the thread must go on: what stops it would stop all commits, without a word
                 with self._changed:
                     if not isinstance(error, FlashpointError):
@@ -193,55 +185,20 @@ class Coordinator:
             finally:
                 with self._changed:
                     self._busy = False
-                    self.rules.ended()
+                    self.rules.ended(ask, is_done=is_done)
+                    if step is Step.BEGIN:
+                        self._opened.notify_all()
                     self._changed.notify_all()
 
-    def _begin(self) -> None:
-        """Have managers begin the epoch that they are behind of."""
-        with self._changed:
-            epoch, told = self.rules.epoch, self.rules.begins()
-
+    def _carry_out(self, ask: Ask) -> None:
         def heard(manager: int) -> None:
             with self._changed:
-                self.rules.begun(manager, epoch)
+                ask.heard(manager)
 
-        try:
-            self._ask(told, time.monotonic() + _BEGIN_S, heard=heard)
-        finally:
-            with self._changed:
-                self.rules.open(epoch)
-                self._opened.notify_all()
-                self._changed.notify_all()
-
-    def _discard(self) -> None:
+        within_s = {Step.BEGIN: _BEGIN_S, Step.SEAL: seal_deadline_s()}.get(ask.step, _CALL_S)
+        answers = self._ask(ask.requests, time.monotonic() + within_s, heard)
         with self._changed:
-            told = self.rules.discards()
-        for each in told:
-            self._ask_all(each)
-            with self._changed:
-                self.rules.discarded(each)
-
-    def _commit(self) -> None:
-        with self._changed:
-            prepared = self.rules.prepare()
-        self._ask_all(prepared)
-        parts: list[tuple[int, int]] = []
-        if self.rules.options.replicated and not self.rules.is_called_off(prepared):
-            sealed = asked.Seal(prepared.epoch, prepared.cut)
-            answers = self._ask_all(sealed, time.monotonic() + seal_deadline_s())
-            parts = [(int(answer["part"][0]), int(answer["part"][1])) for answer in answers]
-        with self._changed:
-            is_committed = self.rules.commit(prepared, parts)
-            self._changed.notify_all()
-        if is_committed:
-            self._settle()
-
-    def _settle(self) -> None:
-        with self._changed:
-            told = self.rules.settle()
-        self._ask_all(told)
-        with self._changed:
-            self.rules.settled(told)
+            ask.done(answers)
 
     def _persist(self, history: History) -> None:
         while True:
@@ -263,7 +220,7 @@ class Coordinator:
             history.record()
             version = history.new_attempt(wanted.checkpoint_id)
             told = asked.Persist(wanted.cut, save_of(version))
-            self._ask_all(told, time.monotonic() + seal_deadline_s(), apart=True)
+            self._ask_all(told, time.monotonic() + seal_deadline_s())
             keep = self.rules.options.persist_count
             history.complete(version, keep, lambda: self._closing or not self.rules.counts(wanted))
             return None
@@ -331,13 +288,13 @@ class Coordinator:
             raise DDictTimeoutError("another checkpoint is being restored")
         try:
             with self._changed:
-                self._held_up += 1
+                self._held_up = True
                 if not self._changed.wait_for(lambda: not self._busy, max(0.0, deadline - time.monotonic())):
                     raise DDictTimeoutError("a commit is under way", checkpoint_id=self.rules.committing)
             yield
         finally:
             with self._changed:
-                self._held_up -= 1
+                self._held_up = False
                 self._changed.notify_all()
             self._restoring.release()
 
@@ -380,7 +337,7 @@ class Coordinator:
                 self._await(reason, deadline)
                 retires = position - options.working_set_size if position > rules.newest else -1
             if options.wait_for_keys and retires >= 0:
-                self._ask_all(asked.AwaitKeys(retires), deadline, apart=True)
+                self._ask_all(asked.AwaitKeys(retires), deadline)
         except BaseException:
             self._tell(rules.stay, handle)
             raise
@@ -398,7 +355,7 @@ class Coordinator:
             epoch = self.rules.epoch  # what begins after this one, the handle has yet to hear of
             self._changed.notify_all()
         if told is not None:
-            self._ask_all(told, deadline, apart=True)
+            self._ask_all(told, deadline)
         self._await_open(deadline)
         return {**self.state(), "epoch": epoch, "position": to, "stays": self._record_rollback(deadline)}
 
@@ -471,7 +428,7 @@ class Coordinator:
 
     def freeze(self, whose: Whose, frozen: bool, deadline: float) -> None:
         """Have all managers refuse writes, or take them again."""
-        self._ask_all(self._tell(self.rules.freeze, whose, frozen), deadline, apart=True)
+        self._ask_all(self._tell(self.rules.freeze, whose, frozen), deadline)
 
     # ---- persistence --------------------------------------------------------------------------------------
 
@@ -519,12 +476,12 @@ class Coordinator:
                 why = checkpoint_id, "checkpoints are still being persisted"
                 self._await(lambda: why if rules.is_persisting() else None, deadline)
             try:
-                self._ask_all(asked.PrepareRestore(version), deadline, apart=True)
+                self._ask_all(asked.PrepareRestore(version), deadline)
                 self._tell(rules.fence.hear, handle, whose.generation)
                 history.restored(checkpoint_id)
             except FlashpointError:
                 with contextlib.suppress(FlashpointError):
-                    self._ask_all(asked.PrepareRestore(None))
+                    self._ask_all(asked.PrepareRestore(None), time.monotonic() + _CALL_S)
                 raise
             self._tell(rules.restore, handle, checkpoint_id, version)
         self._await_open(deadline)

@@ -55,6 +55,7 @@ _PIECE_BYTES: Final = 1 << 16
 _LOCK: Final = "lock"
 _HISTORY: Final = re.compile(r"history-([0-9]{8,12})\.json")
 _KIND: Final = "mlflashpoint-dictionary-1"
+_DAMAGE: Final = (DamagedError, ObjectNotFoundError, InvalidArgumentError, KeyError, TypeError, AttributeError)
 
 Checkpoints = dict[int, Version]
 
@@ -113,7 +114,6 @@ class History:
         self._own: set[SaveId] = set()  # what this dictionary has written
         self._listed: list[Version] = []  # by lists of ours that could not be written: those may be there all the same
         self._newest = 0
-        self._told: set[str] = set()
 
     @cached_property
     def store(self) -> DurableVersions:
@@ -168,19 +168,19 @@ class History:
         return its if limit is None else {each: version for each, version in its.items() if each <= limit}
 
     def _whole(self, checkpoints: Checkpoints) -> Checkpoints:
+        """Return those whose parts are all there."""
         there = {version.save: version for version in self.store.versions()} if checkpoints else {}
-        return {each: version for each, version in checkpoints.items() if self._is_whole(version, there)}
-
-    def _is_whole(self, version: Version, there: dict[SaveId, Version]) -> bool:
-        found = there.get(version.save)
-        try:
-            if found is None or not found.counts:
-                raise DamagedError(found.problem if found else "it is gone", path=version.folder)
-            self.store.check_parts(version)
-        except (DamagedError, ObjectNotFoundError, InvalidArgumentError) as error:
-            self._tell("a persisted checkpoint cannot be used: %s", error)
-            return False
-        return True
+        whole: Checkpoints = {}
+        for checkpoint_id, version in checkpoints.items():
+            found = there.get(version.save)
+            try:
+                if found is None or not found.counts:
+                    raise DamagedError(found.problem if found else "it is gone", path=version.folder)
+                self.store.check_parts(version)
+                whole[checkpoint_id] = version
+            except (DamagedError, ObjectNotFoundError, InvalidArgumentError) as error:
+                _log.warning("persisted checkpoint %d cannot be used: %s", checkpoint_id, error)
+        return whole
 
     def _files(self) -> list[int]:
         return sorted(int(found[1]) for each in self.store.files.list() if (found := _HISTORY.fullmatch(each)))
@@ -188,27 +188,13 @@ class History:
     def _newest_file(self) -> Checkpoints:
         for number in reversed(self._files()):
             name = _name_of(number)
-            path = self.store.files.path_of(name)
             try:
                 data = self.store.files.read(name, limit=MAX_RECORD_BYTES)
-                listed = map(version_of, decode_record(_KIND, data, path)["checkpoints"])
+                listed = map(version_of, decode_record(_KIND, data, self.store.files.path_of(name))["checkpoints"])
                 return {version.step: version for version in listed}
-            except (
-                DamagedError,
-                ObjectNotFoundError,
-                InvalidArgumentError,
-                KeyError,
-                TypeError,
-                AttributeError,
-            ) as error:
-                self._tell("a list of persisted checkpoints cannot be used, and an older one is: %s", error)
+            except _DAMAGE as error:
+                _log.warning("a list of persisted checkpoints cannot be used, and an older one is: %s", error)
         return {}
-
-    def _tell(self, message: str, error: Exception) -> None:
-        """Log a warning, once: `ids` may be called often."""
-        if str(error) not in self._told:
-            self._told.add(str(error))
-            _log.warning(message, error)
 
     # ---- writing ------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -25,7 +25,7 @@ from ml_flashpoint.ddict.errors import DDictPersistError, DDictWritesLostError, 
 from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.fence import Fence
-from ml_flashpoint.ddict.wire.requests import Account, Back, Whose, Written
+from ml_flashpoint.ddict.wire.requests import Account, Back, Request, Whose, Written
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.net.messages import Fields
 
@@ -39,9 +39,22 @@ class Step(enum.Enum):
     """The next thing that managers are to be asked."""
 
     BEGIN = "begin the epoch"
-    DISCARD = "discard what killed handles had open"
-    COMMIT = "prepare and seal a cut"
+    DISCARD = "discard what a killed handle had open"
+    PREPARE = "prepare a cut"
+    SEAL = "seal the cut that is prepared"
     SETTLE = "let go of what no one needs"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The requests of one step, by managers. ``heard`` is to be called with each manager that has answered, and
+    ``done`` with all answers."""
+
+    step: Step
+    epoch: int
+    requests: dict[int, Request]
+    done: Callable[[list[Fields]], None]
+    heard: Callable[[int], None] = lambda manager: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +127,9 @@ class Rules:
         self._returned: dict[int, str] = {}  # managers that were lost, and which process of each has said so last
         self.committed = -1
         self.committing = -1
-        self._called_off = False
+        self._called_off = False  # somebody went back meanwhile, or writes there again, or another epoch has begun
+        self._prepared: asked.Prepare | None = None  # the cut that is to be sealed
+        self._settles_first = False  # before anything more is committed
         self._cut = 0  # number of the newest cut that managers were asked for
         self._late = -1  # newest cut that a write came late for of a handle that has moved on
         self._sealed: dict[int, _Sealed] = {}  # cuts that are committed, by checkpoint
@@ -137,89 +152,118 @@ class Rules:
             return Step.DISCARD
         if is_held_up:
             return None
+        if self._prepared is not None and not self._called_off:
+            return Step.SEAL
+        self._prepared, self.committing = None, -1
         target = self.target()
         # What is committed is committed again, with what was written there late.
         is_late = target == self._whole() >= 0 and self._late >= self.cut_of(target)
-        if self.options.snapshots and (target > self.committed or is_late):
-            due = self.options.next_due(max(self.committed, -1 if self._restored is None else self._restored[0] - 1))
-            self.committing = target if due is None else min(target, due)
-            self._called_off = False
-            return Step.COMMIT
+        if not self._settles_first and self.options.snapshots and (target > self.committed or is_late):
+            return Step.PREPARE
         return Step.SETTLE if self._to_settle() != self._settled else None
+
+    def ask(self, step: Step) -> Ask:
+        """Begin a step. `ended` is to be called when it is over."""
+        begin = {Step.BEGIN: self._begin, Step.DISCARD: self._drop, Step.PREPARE: self._prepare, Step.SEAL: self._seal}
+        return begin.get(step, self._settle)()
+
+    def _ask_all(self, step: Step, request: Request, done: Callable[[list[Fields]], None]) -> Ask:
+        return Ask(step, self.epoch, dict.fromkeys(range(self.options.managers), request), done)
+
+    def ended(self, ask: Ask, *, is_done: bool) -> None:
+        """A step is over. One that is not done is begun anew, with a new cut."""
+        if ask.step is Step.BEGIN:  # all managers that can be reached have begun; others must before any commit
+            self.is_open = self.is_open or ask.epoch == self.epoch
+        if not is_done:
+            self._prepared, self._settles_first = None, False
+        if self._prepared is None:
+            self.committing = -1
 
     def begins(self) -> dict[int, asked.Begin]:
         """Return what managers are told that are to begin the epoch."""
         base = self._beginnings[-1].base
-        keep, pinned, restored = self._keep(), tuple(self._pinned(base)), None
+        keep, pinned, restored = [its.cut for its in self._keep().values()], tuple(self._pinned(base)), None
         if self._restored is not None:
             _, restored, cut = self._restored
             keep = [cut]
         head, frozen = (self.epoch, base, self._cut, tuple(keep), pinned), (self.frozen, self._freezes)
         return {each: asked.Begin(*head, tuple(self.sealed_by(each)), restored, *frozen) for each in self._behind}
 
-    def begun(self, manager: int, epoch: int) -> None:
-        """A manager has begun an epoch."""
-        if epoch == self.epoch:
-            self._behind.discard(manager)
+    def _begin(self) -> Ask:
+        epoch = self.epoch
 
-    def open(self, epoch: int) -> None:
-        """All managers that can be reached now have begun an epoch; others must before anything is committed."""
-        self.is_open = self.is_open or epoch == self.epoch
+        def heard(manager: int) -> None:
+            if epoch == self.epoch:
+                self._behind.discard(manager)
 
-    def discards(self) -> list[asked.Discard]:
-        """Return what managers are told to discard, and whatever of that is still on its way."""
-        told = []
-        for handle, to in self._discards.items():
-            self._discard_number += 1
-            told.append(asked.Discard(Whose(handle, to, self.epoch), self._discard_number, dead=True))
-        return told
+        return Ask(Step.BEGIN, epoch, dict(self.begins()), lambda _: None, heard)
 
-    def discarded(self, told: asked.Discard) -> None:
-        """All managers have discarded that."""
-        if self._discards.get(told.whose.handle) == told.whose.checkpoint_id:
-            del self._discards[told.whose.handle]
+    def _drop(self) -> Ask:
+        handle, to = next(iter(self._discards.items()))
 
-    def prepare(self) -> asked.Prepare:
-        """Return what managers are told to commit."""
-        committed, self._cut = self.cut_of(self.committed), self._cut + 1
-        return asked.Prepare(self.epoch, self.committing, self._cut, committed)
+        def done(_: list[Fields]) -> None:
+            if self._discards.get(handle) == to:
+                del self._discards[handle]
 
-    def is_called_off(self, prepared: asked.Prepare) -> bool:
-        """Return True if somebody went back meanwhile, or writes there again."""
-        return self._called_off or prepared.epoch != self.epoch
+        return self._ask_all(Step.DISCARD, self._discard(Whose(handle, to, self.epoch), dead=True), done)
 
-    def commit(self, prepared: asked.Prepare, parts: Sequence[tuple[int, int]]) -> bool:
-        """All managers have a cut, and copies. Return False if it was called off."""
-        if self.is_called_off(prepared):
-            return False
+    def _discard(self, whose: Whose, *, dead: bool) -> asked.Discard:
+        self._discard_number += 1
+        return asked.Discard(whose, self._discard_number, dead)
+
+    def _prepare(self) -> Ask:
+        due = self.options.next_due(max(self.committed, -1 if self._restored is None else self._restored[0] - 1))
+        self.committing = self.target() if due is None else min(self.target(), due)
+        self._called_off, self._cut = False, self._cut + 1
+        prepared = asked.Prepare(self.epoch, self.committing, self._cut, self.cut_of(self.committed))
+
+        def done(_: list[Fields]) -> None:
+            if self.options.replicated:
+                self._prepared = prepared
+            else:
+                self._commit(prepared, ())
+
+        return self._ask_all(Step.PREPARE, prepared, done)
+
+    def _seal(self) -> Ask:
+        prepared = self._prepared
+        assert prepared is not None
+
+        def done(told: list[Fields]) -> None:
+            self._commit(prepared, [tuple(its["part"]) for its in told])
+
+        return self._ask_all(Step.SEAL, asked.Seal(prepared.epoch, prepared.cut), done)
+
+    def _commit(self, prepared: asked.Prepare, parts: Sequence[tuple[int, int]]) -> None:
+        """All managers have a cut, and copies."""
+        self._prepared = None
+        if self._called_off:
+            return
         checkpoint_id = self.committed = prepared.checkpoint_id
         if self._restored is None:
             self._persisted.discard(checkpoint_id)  # what is there lacks late writes
-        self._restored = None
+        self._restored, self._settles_first = None, True
         self._sealed[checkpoint_id] = _Sealed(prepared.cut, parts)
         if self.options.next_due(checkpoint_id - 1) == checkpoint_id:
             self.persist(checkpoint_id, due=True)
-        return True
 
-    def settle(self) -> asked.Settle:
-        """Return what managers are told that may let go of something."""
+    def _settle(self) -> Ask:
         oldest, committed, cut = self._to_settle()
-        keep, pinned = self._keep(), self._pinned()
+        keep, pinned = [its.cut for its in self._keep().values()], self._pinned()
         # Before they are asked: nobody may go back to what one of them may have forgotten.
         self._oldest_told = oldest
         self._sealed = {
             at: its for at, its in self._sealed.items() if its.cut in (*keep, *pinned) or at > self.committed
         }
-        return asked.Settle(self.epoch, oldest, tuple(keep), tuple(pinned), committed, cut)
+        epoch = self.epoch
 
-    def settled(self, told: asked.Settle) -> None:
-        """All managers have heard that."""
-        if told.epoch == self.epoch:
-            self._settled = told.oldest, told.committed, told.cut
+        def done(_: list[Fields]) -> None:
+            self._settles_first = False
+            if epoch == self.epoch:
+                self._settled = oldest, committed, cut
 
-    def ended(self) -> None:
-        """Take note that what `next` said is done, or has failed."""
-        self.committing = -1
+        told = asked.Settle(epoch, oldest, tuple(keep), tuple(pinned), committed, cut)
+        return self._ask_all(Step.SETTLE, told, done)
 
     # ---- what is there ------------------------------------------------------------------------------------
 
@@ -249,10 +293,10 @@ class Rules:
             return _NEVER_LATE
         return self._sealed[checkpoint_id].cut if checkpoint_id in self._sealed else 0
 
-    def _keep(self) -> list[int]:
-        """The cuts that can be gone back to."""
+    def _keep(self) -> dict[int, _Sealed]:
+        """The cuts that can be gone back to, by their checkpoints."""
         oldest = self.oldest()
-        return [its.cut for at, its in self._sealed.items() if at >= oldest or at == self.committed]
+        return {at: its for at, its in self._sealed.items() if at >= oldest or at == self.committed}
 
     def _pinned(self, base: int | None = None) -> list[int]:
         """The cuts that are yet to be persisted; those up to ``base``."""
@@ -323,8 +367,7 @@ class Rules:
     def sealed_by(self, manager: int) -> list[asked.SealedPart]:
         """Return the snapshots that a manager has of what is committed."""
         self.check_manager(manager)
-        keep = self._keep()
-        sealed = [(at, its) for at, its in self._sealed.items() if its.parts and its.cut in keep]
+        sealed = [(at, its) for at, its in self._keep().items() if its.parts]
         return [asked.SealedPart(*its.parts[manager], its.cut, at) for at, its in sealed]
 
     # ---- epochs -------------------------------------------------------------------------------------------
@@ -548,8 +591,7 @@ class Rules:
         if to < self.committed:
             self._take_back(to, handle)
         else:
-            self._discard_number += 1
-            told = asked.Discard(Whose(handle, to, epoch, generation), self._discard_number, dead=False)
+            told = self._discard(Whose(handle, to, epoch, generation), dead=False)
             # Also at `to` itself: what it writes there now must not be in it by halves.
             self._called_off = self._called_off or self.committing >= to
         if session:

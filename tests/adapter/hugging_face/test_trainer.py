@@ -77,14 +77,19 @@ def test_a_finished_run_trains_no_step_more(base: Path, tmp_path: Path) -> None:
         assert torch.equal(again.model.layer.weight, weights)
 
 
-def test_more_epochs_go_on_from_the_end_of_the_last(base: Path, tmp_path: Path) -> None:
-    first = attach(trainer_of(tmp_path, lr_scheduler_type="constant"), base, strict=True)
+def test_more_epochs_go_on_from_the_end_of_the_last_and_what_is_kept_of_the_data_does_not_grow(
+    base: Path, tmp_path: Path
+) -> None:
+    constant = {"lr_scheduler_type": "constant"}
+    first = attach(trainer_of(tmp_path, **constant), base, strict=True)
     first.train(resume_from_checkpoint=resume_path(first))
-    on = attach(trainer_of(tmp_path, lr_scheduler_type="constant", num_train_epochs=4), base, strict=True)
+    on = attach(trainer_of(tmp_path, num_train_epochs=4, **constant), base, strict=True)
     on.train(resume_from_checkpoint=resume_path(on))
-    whole = trainer_of(tmp_path, lr_scheduler_type="constant", num_train_epochs=4)
+    whole = trainer_of(tmp_path, num_train_epochs=4, **constant)
     whole.train()
     assert torch.equal(on.model.layer.weight, whole.model.layer.weight)
+    for at in (11, 15, 20):
+        assert len(on._ml_flashpoint.draws.state_after(at)["fetched"]) <= 2
 
 
 def test_patience_comes_back(base: Path, tmp_path: Path) -> None:
@@ -105,28 +110,20 @@ def test_patience_comes_back(base: Path, tmp_path: Path) -> None:
     assert trained_to(9) == 5, "it stays ended"
 
 
-def test_versions_that_nobody_has_asked_for_stay(base: Path, tmp_path: Path) -> None:
-    first = attach(trainer_of(tmp_path, max_steps=2), base, strict=True)
-    first.train()
+def test_versions_must_be_asked_for_taken_or_discarded(base: Path, tmp_path: Path) -> None:
+    attach(trainer_of(tmp_path, max_steps=2), base, strict=True).train()
     with pytest.raises(UnaskedVersionsError, match="resume_path"):
         attach(trainer_of(tmp_path), base).train()
-
-
-def test_versions_are_discarded_once(base: Path, tmp_path: Path) -> None:
-    attach(trainer_of(tmp_path, max_steps=2), base, strict=True).train()
-    trainer = attach(trainer_of(tmp_path, max_steps=3), base, discard_existing=True, strict=True)
-    trainer.train()
-    assert resume_path(trainer) is not None
-    assert trainer._ml_flashpoint.step_found == 3, "what it has saved itself stays"
-
-
-def test_what_was_found_must_be_taken(base: Path, tmp_path: Path) -> None:
-    first = attach(trainer_of(tmp_path, max_steps=2), base, strict=True)
-    first.train()
+    _open.pop().close()
     other = attach(trainer_of(tmp_path), base)
     assert resume_path(other) is not None
     with pytest.raises(InvalidArgumentError, match="resume_path"):
         other.train()
+    _open.pop().close()
+    trainer = attach(trainer_of(tmp_path, max_steps=3), base, discard_existing=True, strict=True)
+    trainer.train()
+    assert resume_path(trainer) is not None
+    assert trainer._ml_flashpoint.step_found == 3, "what it has saved itself stays"
 
 
 def test_the_trainers_own_checkpoint_is_the_fallback(base: Path, tmp_path: Path) -> None:
@@ -193,10 +190,3 @@ def test_a_version_is_the_step_of_its_name_after_an_epoch_cut_short(
     with open_version(base) as version:
         assert version.step == 8
         assert torch.equal(version.tensor("model.layer.weight"), trainer.model.layer.weight.detach())
-
-
-def test_what_is_kept_of_the_data_does_not_grow(base: Path, tmp_path: Path) -> None:
-    trainer = attach(trainer_of(tmp_path, num_train_epochs=1, per_device_train_batch_size=1), base, every_n_steps=9)
-    trainer.train()
-    for at in (0, 5, 9):
-        assert len(trainer._ml_flashpoint.draws.state_after(at)["fetched"]) <= 2

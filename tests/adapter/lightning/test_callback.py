@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +26,6 @@ from ml_flashpoint.adapter.lightning.engine import check_trainer
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 class Model(LightningModule):
@@ -116,46 +108,31 @@ def fit(
     return trainer
 
 
-def saved_steps(tmpfs: Path, tmp_path: Path, every: int, skip: int | None = None, **options: Any) -> list[int]:
+def recovered(ours: FlashpointCallback) -> tuple[str, str | None]:
+    """Where the newest training went on from, and at which version."""
+    assert ours.flashpoint is not None
+    recovery = ours.flashpoint.last_recovery
+    assert recovery is not None
+    return recovery.source, recovery.version
+
+
+@pytest.mark.parametrize(
+    ("every", "skip", "options", "expected"),
+    [
+        (2, None, {}, [2, 4, 7, 8]),  # epochs of six batches, each followed by validation, at whose ends none is made
+        (2, 4, {"limit_val_batches": 0}, [2, 7]),
+        (1, None, {"accumulate_grad_batches": 2, "max_steps": 5}, [1, 2, 4]),
+        (3, None, {"optimizers": 2, "max_steps": 12}, [4, 6, 10]),  # each of which counts steps
+        (1, None, {"limit_train_batches": 1, "max_steps": 8}, [3, 6]),
+    ],
+)
+def test_which_steps_are_saved(
+    tmpfs: Path, tmp_path: Path, every: int, skip: int | None, options: dict[str, Any], expected: list[int]
+) -> None:
     ours = FlashpointCallback(tmpfs / "job", every, skip, strict=True)
-    saves = Saves(ours)
-    fit(tmp_path, ours, callbacks=[saves], **options)
-    return saves.seen
-
-
-# ---- when -----------------------------------------------------------------------------------------------------
-
-
-def test_every_so_many_steps_but_for_the_ends_of_epochs(tmpfs: Path, tmp_path: Path) -> None:
-    # Epochs of six batches, each followed by validation.
-    assert saved_steps(tmpfs, tmp_path, 2) == [2, 4, 7, 8]
-
-
-def test_skip_interval(tmpfs: Path, tmp_path: Path) -> None:
-    assert saved_steps(tmpfs, tmp_path, 2, 4, limit_val_batches=0) == [2, 7]
-
-
-def test_not_while_gradients_are_accumulated(tmpfs: Path, tmp_path: Path) -> None:
-    ours = saved_steps(tmpfs, tmp_path, 1, accumulate_grad_batches=2, max_steps=5)
-    assert ours == [1, 2, 4]
-
-
-def test_several_optimizers_count_several_steps(tmpfs: Path, tmp_path: Path) -> None:
-    assert saved_steps(tmpfs, tmp_path, 3, model=Model(optimizers=2), max_steps=12) == [4, 6, 10]
-
-
-def test_epochs_of_one_batch_are_saved_nevertheless(tmpfs: Path, tmp_path: Path) -> None:
-    assert saved_steps(tmpfs, tmp_path, 1, limit_train_batches=1, max_steps=8) == [3, 6]
-
-
-# ---- beside others --------------------------------------------------------------------------------------------
-
-
-def test_goes_behind_all_others(tmpfs: Path, tmp_path: Path) -> None:
-    ours, checkpoints = FlashpointCallback(tmpfs / "job"), ModelCheckpoint(tmp_path)
-    trainer = fit(tmp_path, ours, callbacks=[checkpoints], enable_checkpointing=True)
-    assert trainer.callbacks[-1] is ours
-    assert trainer.checkpoint_callback is checkpoints
+    saves, model = Saves(ours), Model(optimizers=options.pop("optimizers", 1))
+    fit(tmp_path, ours, callbacks=[saves], model=model, **options)
+    assert saves.seen == expected
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -166,7 +143,9 @@ def test_model_checkpoint_goes_on(
     plugins = [AsyncCheckpointIO()] if asynchronous else []
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     ours = FlashpointCallback(tmpfs / "job", 2, strict=True)
-    fit(tmp_path, ours, callbacks=[checkpoints], enable_checkpointing=True, plugins=plugins)
+    trainer = fit(tmp_path, ours, callbacks=[checkpoints], enable_checkpointing=True, plugins=plugins)
+    assert trainer.callbacks[-1] is ours
+    assert trainer.checkpoint_callback is checkpoints
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step=3.ckpt", "step=6.ckpt", "step=9.ckpt"]
     held = torch.load(tmp_path / "step=9.ckpt", weights_only=False)
     assert held["global_step"] == 9
@@ -180,19 +159,6 @@ def test_model_checkpoint_goes_on(
     assert fit(tmp_path, other, path=path, max_steps=12).global_step == 12
 
 
-def test_a_second_fit_goes_on_from_the_first(tmpfs: Path, tmp_path: Path) -> None:
-    ours = FlashpointCallback(tmpfs / "job", strict=True)
-    fit(tmp_path, ours, max_steps=4)
-    engine = ours.flashpoint
-    assert engine is not None
-    trainer = fit(tmp_path, ours, max_steps=9)
-    assert ours.flashpoint is not engine
-    assert ours.flashpoint is not None
-    assert ours.flashpoint.last_recovery is not None
-    assert ours.flashpoint.last_recovery.version == "step-4_ckpt"
-    assert trainer.global_step == 9
-
-
 def test_validation_from_memory(tmpfs: Path, tmp_path: Path) -> None:
     ours = FlashpointCallback(tmpfs / "job", strict=True)
     trained = Model()
@@ -203,9 +169,6 @@ def test_validation_from_memory(tmpfs: Path, tmp_path: Path) -> None:
     assert torch.equal(model.layer.weight, trained.layer.weight)
 
 
-# ---- switched off, and off the path ---------------------------------------------------------------------------
-
-
 def test_disabled_it_does_nothing(tmpfs: Path, tmp_path: Path) -> None:
     ours = FlashpointCallback(tmpfs / "job", enabled=False)
     trainer = fit(tmp_path, ours, path=None)
@@ -214,37 +177,32 @@ def test_disabled_it_does_nothing(tmpfs: Path, tmp_path: Path) -> None:
     assert resume_path(trainer, fallback="last") == "last"
 
 
-def test_failing_training_keeps_what_was_saved(tmpfs: Path, tmp_path: Path) -> None:
-    class Fails(Callback):
-        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-            if trainer.global_step == 5:
-                raise RuntimeError("as it happens")
+class Ends(Callback):
+    """Ends a training in the middle of a step."""
 
-    ours = FlashpointCallback(tmpfs / "job", strict=True)
-    with pytest.raises(RuntimeError, match="as it happens"):
-        fit(tmp_path, ours, callbacks=[Fails()])
-    fit(tmp_path, ours, max_steps=9)
-    assert ours.flashpoint is not None
-    assert ours.flashpoint.last_recovery is not None
-    assert ours.flashpoint.last_recovery.version == "step-5_ckpt"
+    def __init__(self, how: Callable[[], None]) -> None:
+        self.how = how
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 4:
+            self.how()
 
 
-def test_sigterm_is_left_to_lightning_and_the_last_step_is_kept(tmpfs: Path, tmp_path: Path) -> None:
-    class Terminates(Callback):
-        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-            if trainer.global_step == 4:
-                os.kill(os.getpid(), signal.SIGTERM)
+def _fail() -> None:
+    raise RuntimeError("as it happens")
 
+
+@pytest.mark.parametrize("how", ["failure", "SIGTERM"])
+def test_a_training_that_is_ended_keeps_its_last_step(tmpfs: Path, tmp_path: Path, how: str) -> None:
+    """SIGTERM is left to Lightning, which ends the batch first; so does the save that the batch began."""
     ours = FlashpointCallback(tmpfs / "job", strict=True)
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SIGTERMException):
-        fit(tmp_path, ours, callbacks=[Terminates()])
+    end = _fail if how == "failure" else lambda: os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SIGTERMException if how == "SIGTERM" else RuntimeError):
+        fit(tmp_path, ours, callbacks=[Ends(end)])
     signal.signal(signal.SIGTERM, before)
-    # The batch was ended, and the save that it began, too.
     fit(tmp_path, ours, max_steps=9)
-    assert ours.flashpoint is not None
-    assert ours.flashpoint.last_recovery is not None
-    assert ours.flashpoint.last_recovery.version == "step-5_ckpt"
+    assert recovered(ours)[1] == ("step-5_ckpt" if how == "SIGTERM" else "step-4_ckpt")
 
 
 class Keeps(Callback):
@@ -264,36 +222,31 @@ def _nested(**layout: Any) -> torch.Tensor:
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], **layout)
 
 
-@pytest.mark.parametrize("made", [_nested, lambda: torch.ones(3, 3).to_mkldnn(), lambda: torch.eye(3).to_sparse_csr()])
-def test_what_lightning_could_not_restore_is_refused_when_it_is_saved(tmpfs: Path, tmp_path: Path, made: Any) -> None:
-    """It gives callbacks copies of their states, and there is none of these tensors."""
-    ours = FlashpointCallback(tmpfs / "job", 2)
-    fit(tmp_path, ours, callbacks=[Keeps(made())])
-    assert ours.flashpoint is not None
-    assert "'callbacks.Keeps.inner.0.kept' is a" in str(ours.flashpoint.health.last_error)
-    assert list((tmpfs / "job").glob("step-*")) == []
+def test_callback_states_that_lightning_could_not_copy_are_refused_and_others_come_back(
+    tmpfs: Path, tmp_path: Path
+) -> None:
+    refused = [_nested(), torch.ones(3, 3).to_mkldnn(), torch.eye(3).to_sparse_csr()]
+    for number, kept in enumerate(refused):
+        ours = FlashpointCallback(tmpfs / f"refused-{number}", 2)
+        fit(tmp_path, ours, callbacks=[Keeps(kept)], max_steps=3)
+        assert ours.flashpoint is not None
+        assert "'callbacks.Keeps.inner.0.kept' is a" in str(ours.flashpoint.health.last_error)
+        assert list((tmpfs / f"refused-{number}").glob("step-*")) == []
+    for number, kept in enumerate([_nested(layout=torch.jagged), torch.eye(3).to_sparse()]):
+        keeps = Keeps(torch.zeros(1))
+        for callback, max_steps in ((Keeps(kept), 3), (keeps, 5)):
+            ours = FlashpointCallback(tmpfs / f"kept-{number}", 2, strict=True)
+            fit(tmp_path, ours, callbacks=[callback], max_steps=max_steps)
+        dense = [each.to_padded_tensor(0.0) if each.is_nested else each.to_dense() for each in (keeps.kept, kept)]
+        assert keeps.kept.layout is kept.layout
+        assert torch.equal(*dense)
 
 
-@pytest.mark.parametrize("made", [lambda: _nested(layout=torch.jagged), lambda: torch.eye(3).to_sparse()])
-def test_what_lightning_can_restore_comes_back(tmpfs: Path, tmp_path: Path, made: Any) -> None:
-    fit(tmp_path, FlashpointCallback(tmpfs / "job", 2, strict=True), callbacks=[Keeps(made())])
-    keeps = Keeps(torch.zeros(1))
-    fit(tmp_path, FlashpointCallback(tmpfs / "job", 2, strict=True), callbacks=[keeps], max_steps=12)
-    dense = [each.to_padded_tensor(0.0) if each.is_nested else each.to_dense() for each in (keeps.kept, made())]
-    assert keeps.kept.layout is made().layout
-    assert torch.equal(*dense)
-
-
-def test_other_model_is_an_error_and_not_a_fresh_start(tmpfs: Path, tmp_path: Path) -> None:
+def test_another_model_or_an_older_version_is_an_error_and_not_a_fresh_start(tmpfs: Path, tmp_path: Path) -> None:
     ours = FlashpointCallback(tmpfs / "job", strict=True)
     fit(tmp_path, ours, max_steps=4)
     with pytest.raises(RuntimeError, match="size mismatch"):
         fit(tmp_path, ours, model=Model(width=4))
-
-
-def test_only_the_newest_version_can_be_loaded(tmpfs: Path, tmp_path: Path) -> None:
-    ours = FlashpointCallback(tmpfs / "job", strict=True)
-    fit(tmp_path, ours, max_steps=4)
     with pytest.raises(LoadError, match="the newest is step-4_ckpt"):
         fit(tmp_path, ours, path=f"{tmpfs}/job/step-2_ckpt")
 
@@ -312,30 +265,19 @@ def test_paths_that_only_begin_like_the_base_are_not_ours(tmpfs: Path, tmp_path:
         engine.close()
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"every_n_steps": 0},
-        {"every_n_steps": 1.5},
-        {"every_n_steps": "often"},
-        {"skip_every_n_steps": -1},
-        {"enabled": 1},
-        {"grace_s": 0},
-        {"base": "not/absolute"},
-        {"deadline_s": "long"},
-    ],
-)
-def test_bad_arguments_fail_at_once(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgumentError, match=next(iter(options))):
-        FlashpointCallback(**{"base": "/dev/shm/never", **options})
-
-
-def test_trainer_without_the_callback() -> None:
+def test_bad_arguments_fail_at_once(tmpfs: Path) -> None:
+    bad = {"every_n_steps": 0, "skip_every_n_steps": -1, "enabled": 1, "grace_s": 0, "base": "a", "persist_every": 0}
+    for name, value in bad.items():
+        with pytest.raises(InvalidArgumentError, match=name):
+            FlashpointCallback(**{"base": "/dev/shm/never", "persist": "memory://any", name: value})
     with pytest.raises(InvalidArgumentError, match="must have one FlashpointCallback"):
         resume_path(Trainer(accelerator="cpu", logger=False))
+    with pytest.raises(FlashpointError, match="not training"):
+        FlashpointCallback(tmpfs / "job").save(Trainer(accelerator="cpu", logger=False))
+    ours = FlashpointCallback(tmpfs / "job")
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, callbacks=[ours])
+    with pytest.raises(InvalidArgumentError, match="start all processes with torchrun"):
+        resume_path(trainer)
 
 
 def _trainer(strategy: Any, *callbacks: Any) -> Trainer:
@@ -352,23 +294,8 @@ def test_strategies() -> None:
     assert check_trainer(_trainer(ModelParallelStrategy()))
     with pytest.raises(InvalidArgumentError, match="has its own load_checkpoint"):
         check_trainer(_trainer(Special()))
+    with pytest.raises(InvalidArgumentError, match="EMAWeightAveraging keeps an unsharded model"):
+        check_trainer(_trainer(ModelParallelStrategy(), EMAWeightAveraging()))
     unsupported: Any = SimpleNamespace(strategy=object(), callbacks=[])
     with pytest.raises(InvalidArgumentError, match="must be one of"):
         check_trainer(unsupported)
-
-
-def test_weight_averaging_of_shards_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="EMAWeightAveraging keeps an unsharded model"):
-        check_trainer(_trainer(ModelParallelStrategy(), EMAWeightAveraging()))
-
-
-def test_processes_that_lightning_would_start(tmpfs: Path) -> None:
-    ours = FlashpointCallback(tmpfs / "job")
-    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, callbacks=[ours])
-    with pytest.raises(InvalidArgumentError, match="start all processes with torchrun"):
-        resume_path(trainer)
-
-
-def test_saving_needs_a_training(tmpfs: Path) -> None:
-    with pytest.raises(FlashpointError, match="not training"):
-        FlashpointCallback(tmpfs / "job").save(Trainer(accelerator="cpu", logger=False))

@@ -19,9 +19,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
-from tests.adapter.lightning.test_callback import fit
+from tests.adapter.lightning.test_callback import fit, recovered
 from tests.support.faulty_files import Faults, faulty_files
-from tests.support.persisting import REFUSED, await_store, persisted_steps, refusal
+from tests.support.persisting import await_store, persisted_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -54,21 +54,6 @@ def _sigterm() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
-
-
-def recovered(ours: FlashpointCallback) -> tuple[str, str | None]:
-    assert ours.flashpoint is not None
-    recovery = ours.flashpoint.last_recovery
-    assert recovery is not None
-    return recovery.source, recovery.version
-
-
-@pytest.mark.parametrize(("argument", "value"), REFUSED)
-def test_refuses_what_the_facade_refuses_in_its_words(tmpfs: Path, argument: str, value: Any) -> None:
-    options: dict[str, Any] = {"persist": "memory://any", argument: value}
-    with pytest.raises(InvalidArgumentError) as refused:
-        FlashpointCallback(tmpfs / "job", **options)
-    assert str(refused.value) == refusal(argument, value)
 
 
 def test_the_planned_end_persists_the_last_version(tmpfs: Path, tmp_path: Path, store: Path) -> None:
@@ -127,15 +112,3 @@ def test_a_step_is_gone_back_to(tmpfs: Path, tmp_path: Path) -> None:
         goes_on_from(7, step=2, fallback="last")
     assert ours.flashpoint is not None
     ours.flashpoint.close()  # no training has begun that would end it
-
-
-def test_a_step_that_was_asked_for_and_is_not_loaded_changes_nothing(tmpfs: Path, tmp_path: Path) -> None:
-    ours = FlashpointCallback(tmpfs / "job", strict=True, keep=3)
-    fit(tmp_path, ours, max_steps=5)
-
-    def changes_its_mind(trainer: Trainer) -> Any:
-        assert str(resume_path(trainer, step=4)).endswith("step-4_ckpt")
-        return resume_path(trainer)
-
-    fit(tmp_path, ours, max_steps=6, path=changes_its_mind)
-    assert recovered(ours) == ("memory", "step-5_ckpt")

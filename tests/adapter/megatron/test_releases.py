@@ -6,13 +6,10 @@ import inspect
 import os
 import re
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -35,15 +32,6 @@ QUEUES: list[dict[str, str]] = [{}]
 """What tells `dist_checkpointing.save` which queue the program has; it names one of itself, too, since 0.17."""
 if "async_strategy" in _NAMES:
     QUEUES += [{"async_strategy": name} for name in ("mcore", "nvrx")]
-
-
-@pytest.fixture
-def door(tmpfs: Path) -> Iterator[Door]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    door = Door(tmpfs / "job", child=False)
-    yield door
-    door.close()
-    dist.destroy_process_group()
 
 
 def _save(door: Door, step: int, asynchronous: bool, **options: Any) -> None:

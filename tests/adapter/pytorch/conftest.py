@@ -1,4 +1,4 @@
-"""A DCP door in memory for each test, and a process group of one rank for those that need one."""
+"""A DCP door in memory for each test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.support.dcp import Door
 
@@ -53,9 +52,8 @@ def door(make_door: Callable[..., Door]) -> Door:
     return make_door()
 
 
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """A gloo group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+@pytest.fixture(params=["sync", "thread"])
+def mode(request: pytest.FixtureRequest) -> str:
+    """How DCP saves in this process."""
+    name: str = request.param
+    return name

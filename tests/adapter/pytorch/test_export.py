@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -29,13 +30,16 @@ from ml_flashpoint.format.errors import (
     SaveError,
     UnsafeContentError,
 )
+from ml_flashpoint.format.names import object_name
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from ml_flashpoint.stores.location import open_store
 from ml_flashpoint.tools import items
 from ml_flashpoint.tools.copy import copy_version, persist_version
 from ml_flashpoint.tools.export import Exported, export_version
 from tests.support.commands import flashpoint
 from tests.support.dcp import Door
 from tests.support.forked import call_team
+from tests.support.processes import child_environment
 from tests.support.sharded import full_state
 from tests.support.tensors import assert_same, blank
 from tests.workers import exporting
@@ -91,47 +95,78 @@ def _sorted(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensors[name] for name in sorted(tensors)}
 
 
-def _hidden(folder: Path) -> list[str]:
-    return [name for name in os.listdir(folder) if name.endswith(".tmp")]
-
-
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("placement", "replication"), [((0, 0), "none"), ((0, 1), "pairwise"), ((0, 1, 2, 0), "none")])
 def test_what_several_ranks_hold_is_put_together(
-    tmpfs: Path, tmp_path: Path, placement: tuple[int, ...], replication: str, format: str
+    tmpfs: Path, tmp_path: Path, placement: tuple[int, ...], replication: str
 ) -> None:
     call_team(exporting.save, tmpfs, len(placement), len(placement), [1, 2], replication, placement=placement)
     bases = [tmpfs / f"node-{node}" / "job" for node in sorted(set(placement))]
     sources = bases[1:] if replication == "pairwise" else bases  # each of a pair has it all
-    made = export_version(sources, tmp_path / "out" / "step", format=format)
-    assert made.step == 2
-    _check(made, format, full_state(2))
-    assert not _hidden(made.path.parent)
-    if replication == "none" and len(bases) > 1:
+    for format in FORMATS:
+        made = export_version(sources, tmp_path / "out" / format, format=format)
+        assert made.step == 2
+        _check(made, format, full_state(2))
+        assert sorted(os.listdir(made.path.parent)) == sorted(FORMATS[: FORMATS.index(format) + 1])
+        if len(bases) < 3:
+            continue
         with pytest.raises(ObjectNotFoundError, match="no version is complete here"):
             export_version(bases[0], tmp_path / "of one", format=format)
         with pytest.raises(ObjectNotFoundError, match="the parts of ranks 2 of 4 are missing"):
             export_version(bases[:2], tmp_path / "of two", format=format)
-        for number, base in enumerate(bases):
-            copy_version(base, tmp_path / f"of-node-{number}", partial=True)
+    if len(bases) == 3:
         copies = [tmp_path / f"of-node-{number}" for number in range(len(bases))]
-        _check(export_version(copies, tmp_path / "of copies", format=format), format, full_state(2))
+        for base, copied in zip(bases, copies, strict=True):
+            copy_version(base, copied, partial=True)
+        _check(export_version(copies, tmp_path / "of copies", format="torch"), "torch", full_state(2))
 
 
-@pytest.mark.parametrize("tier", ["base", "folder", "memory"])
-def test_other_programs_read_it(tmpfs: Path, tmp_path: Path, tier: str) -> None:
-    call_team(exporting.save, tmpfs, 2, 2, [3], "none", placement=(0, 0))
-    source = str(tmpfs / "node-0" / "job")
-    if tier != "base":
-        source = persist_version(source, tmpfs / "store" if tier == "folder" else f"memory://{tmpfs.name}").url
+@pytest.fixture(params=["path", "memory"])
+def url(request: pytest.FixtureRequest, tmpfs: Path) -> Iterator[str]:
+    """Steps 1 and 2 of two ranks on a node, persisted."""
+    call_team(exporting.save, tmpfs, 2, 2, [1, 2], "none", placement=(0, 0))
+    where = str(tmpfs / "store") if request.param == "path" else f"memory://{tmpfs.name}"
+    persist_version(tmpfs / "node-0" / "job", where)
+    yield where
+    if request.param == "memory":
+        fsspec.filesystem("memory").rm(where, recursive=True)
+
+
+def test_other_programs_read_what_is_persisted(
+    url: str, tmpfs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     paths = [str(tmp_path / format) for format in ("torch", "dcp", "safetensors")]
     for path in paths:
-        export_version(source, path, format=Path(path).name)
+        assert export_version(url, path, 2, format=Path(path).name).step == 2
     done = subprocess.run([sys.executable, "-c", _READ, *paths], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == sum(float(t.sum()) for t in full_state(3)["sharded"].values())
-    if tier == "memory":
-        fsspec.filesystem("memory").rm(source, recursive=True)
+    assert float(done.stdout) == sum(float(t.sum()) for t in full_state(2)["sharded"].values())
+    assert flashpoint("diff", url, tmpfs / "node-0" / "job") == 0
+    assert capsys.readouterr().out.startswith("the same: ")
+    assert flashpoint("inspect", f"{url}@2", "--prefix", "sharded.rows", "--json") == 0
+    (item,) = json.loads(capsys.readouterr().out)["items"]
+    assert item["ranks"] == [0, 1]
+    for wrong, error in (((url, 7), "no complete version of step 7"), ((f"{url}-2", None), "no complete version")):
+        with pytest.raises(ObjectNotFoundError, match=error):
+            export_version(wrong[0], tmp_path / "out", wrong[1])
+
+
+@pytest.mark.damages_on_purpose
+@pytest.mark.parametrize("how", ["content", "gone"])
+def test_what_one_source_lacks_another_gives(tmpfs: Path, tmp_path: Path, how: str) -> None:
+    call_team(exporting.save, tmpfs, 2, 2, [1], "none", placement=(0, 0))
+    base, store = tmpfs / "node-0" / "job", tmpfs / "store"
+    persist_version(base, store)
+    [version] = open_store(store).versions()
+    path = store / version.folder / object_name(1, version.save_id)
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(bytes(byte ^ (at % 4096 == 0) for at, byte in enumerate(path.read_bytes())))
+    with pytest.raises((DigestMismatchError, ObjectNotFoundError)):
+        export_version(store, tmp_path / "out")
+    assert not os.listdir(tmp_path)
+    made = export_version([store, base], tmp_path / "out", format="torch")
+    _check(made, "torch", full_state(1))
 
 
 class Net(nn.Module):
@@ -144,8 +179,11 @@ class Net(nn.Module):
         self.register_buffer("scalar", torch.tensor(3))
 
 
+Trained = tuple[Path, Net, torch.optim.Optimizer]
+
+
 @pytest.fixture
-def trained(tmpfs: Path) -> tuple[Path, Net, torch.optim.Optimizer]:
+def trained(tmpfs: Path) -> Trained:
     """A job of the façade that has ended."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -159,70 +197,48 @@ def trained(tmpfs: Path) -> tuple[Path, Net, torch.optim.Optimizer]:
     return tmpfs / "job", model, optimizer
 
 
-def test_the_state_of_a_model_under_its_own_names(
-    trained: tuple[Path, Net, torch.optim.Optimizer], tmp_path: Path
-) -> None:
+def test_the_state_of_a_model_under_its_own_names(trained: Trained, tmp_path: Path) -> None:
     base, model, _ = trained
-    made = export_version(base, tmp_path / "hf", format="safetensors", prefix="model.")
+    made = export_version(base, tmp_path / "model", format="safetensors", prefix="model.")
     assert_same(_files(made.path), _sorted(model.state_dict()))
     assert os.listdir(made.path) == ["model.safetensors"]
     made = export_version(base, tmp_path / "model.pt", format="torch", prefix="model.")
-    again = Net()
-    again.load_state_dict(torch.load(made.path, weights_only=True))
-    assert_same(dict(again.state_dict()), dict(model.state_dict()))
-    made = export_version(base, tmp_path / "sharded", format="safetensors", prefix="model.", shard_bytes=7000)
-    index = json.loads((made.path / "model.safetensors.index.json").read_text())
-    assert sorted(os.listdir(made.path)) == [
-        *(f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)),
-        "model.safetensors.index.json",
-    ]
-    assert index["metadata"] == {"total_size": made.nbytes}
-    for name, file in index["weight_map"].items():
-        assert torch.equal(safetensors.torch.load_file(made.path / file)[name], model.state_dict()[name])
-    assert index["weight_map"].keys() == model.state_dict().keys()
-
-
-_READ_FOLDER = """
-import json, os, sys
-import torch
-from safetensors import safe_open
-expected = torch.load(sys.argv[1], weights_only=True)
-index = sys.argv[2] + "/model.safetensors.index.json"
-files = {name: "model.safetensors" for name in expected}
-if os.path.exists(index):
-    files = json.load(open(index))["weight_map"]
-assert files.keys() == expected.keys(), (files.keys(), expected.keys())
-for name, file in files.items():
-    with safe_open(sys.argv[2] + "/" + file, "pt") as opened:
-        assert opened.metadata().get("format") == "pt"  # transformers wants it
-        found = opened.get_tensor(name)
-    assert found.dtype == expected[name].dtype and torch.equal(found, expected[name]), name
-assert not any(name.startswith("ml_flashpoint") for name in sys.modules)
-"""
+    assert_same(dict(torch.load(made.path, weights_only=True)), dict(model.state_dict()))
+    made = export_version(base, tmp_path / "dcp", 2)
+    state = {"model": blank(dict(model.state_dict()))}
+    dcp.load(state, checkpoint_id=made.path)
+    assert_same(state["model"], dict(model.state_dict()))
+    with pytest.raises(InvalidArgumentError, match=r"prefix='model\.'"):
+        export_version(base, tmp_path / "other", prefix="model.")
 
 
 @pytest.mark.parametrize("shard_bytes", [7000, 1 << 30])
-def test_a_folder_as_hugging_face_has_it(
-    trained: tuple[Path, Net, torch.optim.Optimizer], tmp_path: Path, shard_bytes: int
-) -> None:
+def test_a_folder_as_hugging_face_has_it(trained: Trained, tmp_path: Path, shard_bytes: int) -> None:
     base, model, _ = trained
     names = {"model.first.weight": "h.0.weight", "model.bits": "bits", "model.first.bias": "model.first.bias"}
     options: dict[str, Any] = {"format": "hf", "shard_bytes": shard_bytes}
-    export_version(base, tmp_path / "prefix", prefix="model.", **options)
-    made = export_version(base, tmp_path / "mapped", names=names, **options)
-    assert (made.tensors, made.left_out) == (3, ())
+    whole = export_version(base, tmp_path / "prefix", prefix="model.", **options)
+    mapped = export_version(base, tmp_path / "mapped", names=names, **options)
+    assert (mapped.tensors, mapped.left_out) == (3, ())
     state = dict(model.state_dict())
-    mapped = {new: state[old.removeprefix("model.")] for old, new in names.items()}
-    for folder, expected in (("prefix", state), ("mapped", mapped)):
-        torch.save(expected, tmp_path / "expected")
-        argv = [sys.executable, "-c", _READ_FOLDER, str(tmp_path / "expected"), str(tmp_path / folder)]
-        done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+    for made, expected in (
+        (whole, state),
+        (mapped, {new: state[old.removeprefix("model.")] for old, new in names.items()}),
+    ):
+        files = dict.fromkeys(expected, "model.safetensors")
+        if made is whole and shard_bytes == 7000:
+            index = json.loads((made.path / "model.safetensors.index.json").read_text())
+            assert index["metadata"] == {"total_size": made.nbytes}
+            files = index["weight_map"]
+            assert set(files.values()) == {f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)}
+        assert files.keys() == expected.keys()
+        for name, file in files.items():
+            with safe_open(made.path / file, "pt") as opened:
+                assert opened.metadata()["format"] == "pt"  # transformers wants it
+                assert_same(opened.get_tensor(name), expected[name])
 
 
-def test_names_that_cannot_be(
-    trained: tuple[Path, Net, torch.optim.Optimizer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_that_cannot_be(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, *_ = trained
     for wrong, why in [
         ({}, "must select the names of the model"),
@@ -242,18 +258,6 @@ def test_names_that_cannot_be(
         assert flashpoint("export", base, *options_given) == (0 if number == 4 else 2)
     assert "--name-map" in capsys.readouterr().err
     assert [*_files(tmp_path / "out")] == ["b"]
-
-
-def test_a_job_of_the_facade_as_a_dcp_directory(
-    trained: tuple[Path, Net, torch.optim.Optimizer], tmp_path: Path
-) -> None:
-    base, model, _ = trained
-    made = export_version(base, tmp_path / "dcp", 2)
-    state = {"model": blank(dict(model.state_dict()))}
-    dcp.load(state, checkpoint_id=made.path)
-    assert_same(state["model"], dict(model.state_dict()))
-    with pytest.raises(InvalidArgumentError, match=r"prefix='model\.'"):
-        export_version(base, tmp_path / "other", prefix="model.")
 
 
 def _of_two_groups(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Any:
@@ -341,75 +345,46 @@ def test_types_of_the_users_own(make_door: Callable[..., Door], tmp_path: Path) 
     assert state["config"].width == 3  # type: ignore[union-attr]
 
 
-def test_where_the_newest_goes_meanwhile_a_newer_one_is_taken(door: Door, tmp_path: Path) -> None:
-    def state(step: int) -> dict[str, torch.Tensor]:
-        return {f"w{number}": torch.full((4000,), float(step)) for number in range(8)}
-
-    door.save(state(1), 1)
-    steps = iter((2, 3))
-
-    def save_more(done: int, total: int) -> None:
-        for step in steps:
-            door.save(state(step), step)
-            door.settle()
-            for path in door.base.glob(f"step-{step - 1}_ckpt/*"):
-                path.unlink()
-
-    with pytest.raises(PrunedError):
-        export_version(door.base, tmp_path / "out", 1, progress=save_more)
-    assert not os.listdir(tmp_path)
-    steps = iter((4, 5))
-    made = export_version(door.base, tmp_path / "out", progress=save_more)
-    assert made.step == 5
-    _check(made, "dcp", state(5))
-
-
 @pytest.mark.damages_on_purpose
-@pytest.mark.parametrize("format", FORMATS)
-def test_nothing_is_left_of_what_went_or_is_damaged(
-    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+def test_nothing_is_left_of_what_went_is_damaged_or_cannot_be_written(
+    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door.save({"w": torch.ones(100_000)}, 1)
     door.save({"w": torch.full((100_000,), 2.0)}, 2)
     door.settle()
+    (tmp_path / "there").symlink_to("nowhere")
+    (tmp_path / "file").write_text("")
 
     def pruned(*args: Any) -> None:
         raise PrunedError("the version was pruned while it was read")
 
     with monkeypatch.context() as patched:
         patched.setattr(items.VersionItems, "written", pruned)
-        with pytest.raises(PrunedError):
-            export_version(door.base, tmp_path / "out", 2, format=format)
-    assert not os.listdir(tmp_path)
+        for format in FORMATS:
+            with pytest.raises(PrunedError):
+                export_version(door.base, tmp_path / "out", 2, format=format)
     with open(door.object_path(2), "r+b") as file:
         file.seek(200_000)
         file.write(b"\x55" * 8)
-    with pytest.raises(DigestMismatchError):
-        export_version(door.base, tmp_path / "out", 2, format=format)
-    assert not os.listdir(tmp_path)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_destination_that_cannot_be(door: Door, tmp_path: Path, format: str) -> None:
-    door.save({"w": torch.ones(10)}, 1)
-    (tmp_path / "there").symlink_to("nowhere")
-    with pytest.raises(SaveError, match="is there already"):
-        export_version(door.base, tmp_path / "there", format=format)
-    (tmp_path / "file").write_text("")
-    with pytest.raises((SaveError, FlashpointError)):
-        export_version(door.base, tmp_path / "file" / "out", format=format)
+    for format in FORMATS:
+        with pytest.raises(DigestMismatchError):
+            export_version(door.base, tmp_path / "out", 2, format=format)
+        with pytest.raises(SaveError, match="is there already"):
+            export_version(door.base, tmp_path / "there", format=format)
+        with pytest.raises(FlashpointError):
+            export_version(door.base, tmp_path / "file" / "out", format=format)
     assert sorted(os.listdir(tmp_path)) == ["file", "there"]
 
 
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("size", [3 << 20, 5 << 20])
-def test_an_export_to_a_full_disk_is_not_there(door: Door, small_tmpfs: Path, format: str, size: int) -> None:
+def test_an_export_to_a_full_disk_is_not_there(door: Door, small_tmpfs: Path, size: int) -> None:
     """Neither is the process killed by a store to a mapped page that the disk has no room for."""
     (small_tmpfs / "other").write_bytes(bytes(3 << 19))
     door.save({"model": {"weight": torch.ones(size, dtype=torch.uint8)}}, 1)
-    with pytest.raises(SaveError, match=r"cannot be written: .*No space left"):
-        export_version(door.base, small_tmpfs / "out", format=format)
-    assert [path.name for path in small_tmpfs.iterdir()] == ["other"]
+    for format in FORMATS:
+        with pytest.raises(SaveError, match=r"cannot be written: .*No space left"):
+            export_version(door.base, small_tmpfs / "out", format=format)
+        assert [path.name for path in small_tmpfs.iterdir()] == ["other"]
 
 
 def test_bad_arguments(door: Door, tmpfs: Path, tmp_path: Path) -> None:
@@ -418,18 +393,16 @@ def test_bad_arguments(door: Door, tmpfs: Path, tmp_path: Path) -> None:
         export_version(door.base, tmp_path / "out", format="zip")
     with pytest.raises(InvalidArgumentError, match="prefix='modell'"):
         export_version(door.base, tmp_path / "out", format="torch", prefix="modell")
-    with pytest.raises(ObjectNotFoundError, match="version of step 7"):
-        export_version(door.base, tmp_path / "out", 7)
     manager = LocalCheckpointManager(tmpfs, "local")
     manager.save(BasicTensorAwareStateDict({"a": torch.ones(3)}), 1)
-    with pytest.raises(LoadError, match="was not saved through DCP"):
-        export_version(manager.local_ckpt_dir, tmp_path / "out")
     manager.close()
+    persist_version(manager.local_ckpt_dir, tmpfs / "store")
+    for source in (manager.local_ckpt_dir, tmpfs / "store"):
+        with pytest.raises(LoadError, match="was not saved through DCP"):
+            export_version(source, tmp_path / "out")
 
 
-def test_the_command(
-    trained: tuple[Path, Net, torch.optim.Optimizer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, model, _ = trained
     to = ["--to", str(tmp_path / "hf"), "--format", "safetensors", "--prefix", "model."]
     argv = [sys.executable, "-m", "ml_flashpoint.cli.main", "export", f"{base}@2", *to]
@@ -449,9 +422,8 @@ def test_the_command(
     assert "the sources name different steps" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("format", FORMATS)
 def test_a_part_that_nobody_has_saved_is_not_made_up(
-    tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+    tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call_team(exporting.save, tmpfs, 2, 2, [1], "none", placement=(0, 0))
     read = items.decode_metadata
@@ -463,6 +435,53 @@ def test_a_part_that_nobody_has_saved_is_not_made_up(
         return metadata
 
     monkeypatch.setattr(items, "decode_metadata", lacking)
-    with pytest.raises(LoadError, match=r"where all of 'sharded\.rows' is"):
-        export_version(tmpfs / "node-0" / "job", tmp_path / "out", format=format)
+    for format in FORMATS:
+        with pytest.raises(LoadError, match=r"where all of 'sharded\.rows' is"):
+            export_version(tmpfs / "node-0" / "job", tmp_path / "out", format=format)
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_memory_stays_bounded(tmpfs: Path, tmp_path: Path) -> None:
+    """A version of 192 MiB is exported from either tier by a process that may have 96 MiB more than
+    before: whatever it asks for beyond that, be it used or not, is refused by the kernel."""
+    call_team(exporting.save_large, tmpfs, 2, 2, 12, 16 << 20, placement=(0, 0))
+    base, store = tmpfs / "node-0" / "job", tmp_path / "store"
+    persist_version(base, store)
+    # Or malloc would keep what is free, and nobody could tell it from what is in use.
+    environment = child_environment(MALLOC_MMAP_THRESHOLD_="131072", MALLOC_ARENA_MAX="1", OMP_NUM_THREADS="1")
+    argv = [sys.executable, "-c", _BOUNDED, str(tmp_path), str(base), str(store)]
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == ["refused", *(f"base-{each}" for each in (*FORMATS, "hf")), "store-dcp"]
+
+
+_BOUNDED = """
+import contextlib, resource, sys, threading
+from ml_flashpoint.tools import export
+folder, *sources = sys.argv[1:]
+export._DCP_FILE_BYTES = 16 << 20
+threading.stack_size(1 << 18)  # stacks count, too
+
+@contextlib.contextmanager
+def bounded():
+    now = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (now + (96 << 20), most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+try:
+    with bounded():
+        bytearray(100 << 20)
+except MemoryError:
+    print("refused")
+for tier, source in zip(("base", "store"), sources):
+    for format in ("dcp", "safetensors", "torch", "hf") if tier == "base" else ("dcp",):
+        prefix = "t" if format == "hf" else ""
+        with bounded():
+            export.export_version(source, f"{folder}/{format}-{tier}", format=format, prefix=prefix)
+        print(f"{tier}-{format}", flush=True)
+"""

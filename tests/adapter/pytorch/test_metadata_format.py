@@ -21,59 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ml_flashpoint.adapter.pytorch.metadata_format import ItemPlace, decode_metadata, encode_metadata
-from ml_flashpoint.format.errors import DamagedError, FlashpointError, SaveError, UnsafeContentError
-from tests.support.tensors import PLAIN_DTYPES
-
-_NAMES = st.text(max_size=5) | st.sampled_from(["a.b", "\ud800", "0", "ü"])
-_SIZES = st.lists(st.integers(0, 2**40), max_size=3).map(torch.Size)
-_FORMATS = [torch.contiguous_format, torch.preserve_format, torch.channels_last]
-
-
-@st.composite
-def _tensors(draw: st.DrawFn) -> TensorStorageMetadata:
-    properties = TensorProperties(
-        draw(st.sampled_from(PLAIN_DTYPES)),
-        draw(st.sampled_from([torch.strided, torch.sparse_coo, torch.sparse_csr])),
-        draw(st.booleans()),
-        draw(st.sampled_from(_FORMATS)),
-        draw(st.booleans()),
-    )
-    size = draw(_SIZES)
-    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    others = st.lists(st.builds(ChunkStorageMetadata, _SIZES, _SIZES), max_size=3)
-    return TensorStorageMetadata(properties, size, draw(others | st.just([whole])))
-
-
-@st.composite
-def _metadata(draw: st.DrawFn) -> Metadata:
-    items = draw(st.dictionaries(_NAMES, _tensors() | st.builds(BytesStorageMetadata), max_size=4))
-    fqns = st.sampled_from(sorted(items)) | _NAMES if items else _NAMES
-    index = st.builds(MetadataIndex, fqns, st.none() | _SIZES, st.none() | st.integers(0, 99))
-    places = draw(st.dictionaries(index, st.builds(ItemPlace, st.integers(0, 2**20), _NAMES), max_size=5))
-    path = st.lists(_NAMES | st.integers(0, 9), max_size=3).map(tuple)
-    planner_data = draw(st.none() | st.dictionaries(_NAMES, path, max_size=3) | st.just({"a": {"nested": [1, (2,)]}}))
-    metadata = Metadata(items, planner_data, places)
-    metadata.version = draw(st.none() | st.text(max_size=3))
-    return metadata
-
-
-def _exactly(metadata: Metadata) -> Any:
-    """What dataclasses do not compare, too: hints of indices, types of sizes, the order of everything."""
-    places = [(i.fqn, i.offset, i.index, type(i.offset), p) for i, p in metadata.storage_data.items()]
-    return list(metadata.state_dict_metadata.items()), places, metadata.planner_data, getattr(metadata, "version", None)
-
-
-@pytest.mark.slow
-@given(_metadata())
-@settings(max_examples=300)
-def test_round_trip(metadata: Metadata) -> None:
-    decoded = decode_metadata(encode_metadata(metadata), path="p")
-    assert decoded == metadata
-    assert _exactly(decoded) == _exactly(metadata)
-    for item in decoded.state_dict_metadata.values():
-        if isinstance(item, TensorStorageMetadata):
-            assert type(item.size) is torch.Size
-            assert all(type(chunk.offsets) is type(chunk.sizes) is torch.Size for chunk in item.chunks)
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, SaveError
 
 
 def _small() -> Metadata:
@@ -83,22 +31,6 @@ def _small() -> Metadata:
     places = {MetadataIndex("w", torch.Size([at, 0]), at // 2): ItemPlace(at // 2, "w") for at in (0, 2)}
     places |= {MetadataIndex("step"): ItemPlace(0, "step")}
     return Metadata({"w": tensor, "step": BytesStorageMetadata()}, {"w": ("w",), "step": ("step",)}, places)
-
-
-class _More:
-    """A type of a planner's own."""
-
-
-def test_what_a_planner_has_of_its_own_is_pickled_and_needs_to_be_allowed() -> None:
-    metadata = dataclasses.replace(_small(), planner_data=[_More(), torch.ones(2)])
-    with pytest.raises(UnsafeContentError, match=r"_More"):
-        encode_metadata(metadata)
-    encoded = encode_metadata(metadata, [_More])
-    with pytest.raises(UnsafeContentError, match=r"_More.*safe_globals"):
-        decode_metadata(encoded, path="p")
-    decoded = decode_metadata(encoded, path="p", allowed=[_More])
-    assert isinstance(decoded.planner_data[0], _More)
-    assert torch.equal(decoded.planner_data[1], torch.ones(2))
 
 
 class _OwnBytes(BytesStorageMetadata):
@@ -119,7 +51,7 @@ def test_metadata_that_would_lose_something_is_refused_when_it_is_saved() -> Non
     more.own = {"of": "the planner"}
     for odd in (
         dataclasses.replace(_small(), storage_data={MetadataIndex("w"): "elsewhere"}),
-        dataclasses.replace(_small(), state_dict_metadata={"w": _More()}),
+        dataclasses.replace(_small(), state_dict_metadata={"w": object()}),
         dataclasses.replace(_small(), state_dict_metadata={5: BytesStorageMetadata()}),
         dataclasses.replace(_small(), state_dict_metadata={"w": _OwnBytes()}),
         dataclasses.replace(_small(), state_dict_metadata={"w": _OwnTensor(**vars(tensor))}),
@@ -162,22 +94,14 @@ def test_whatever_else_it_says_is_refused_or_harmless(data: st.DataObject, inste
 
 
 @given(st.binary(max_size=50))
-def test_other_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(FlashpointError):
-        decode_metadata(data, path="p")
-    with pytest.raises(FlashpointError):
-        decode_metadata(b"{" + data, path="p")
-
-
-@pytest.mark.parametrize("end", [1, 50, -1, -20])
-def test_truncated_metadata_is_refused(end: int) -> None:
-    with pytest.raises(DamagedError):
-        decode_metadata(encode_metadata(_small())[:end], path="p")
-
-
-def test_depth_is_no_danger() -> None:
-    with pytest.raises(DamagedError):
-        decode_metadata(b'{"dcp":' + b"[" * 100_000, path="p")
+def test_other_bytes_and_those_cut_short_are_refused(data: bytes) -> None:
+    good = encode_metadata(_small())
+    for bad in (data, b"{" + data, good[: len(data)], good[: -1 - len(data)], b'{"dcp":' + b"[" * 100_000):
+        with pytest.raises(FlashpointError):
+            decode_metadata(bad, path="p")
+    later = json.dumps(json.loads(good) | {"dcp": 2}).encode()
+    with pytest.raises(DamagedError, match="version 2"):
+        decode_metadata(later, path="p")
 
 
 def test_the_properties_that_older_planners_use() -> None:
@@ -188,9 +112,3 @@ def test_the_properties_that_older_planners_use() -> None:
     metadata.state_dict_metadata["w"] = dataclasses.replace(said, properties=old)
     found: Any = decode_metadata(encode_metadata(metadata, []), path="p").state_dict_metadata["w"]
     assert (found.properties.dtype, found.properties.memory_format) == (torch.float16, torch.channels_last)
-
-
-def test_a_later_version_is_refused() -> None:
-    fields = json.loads(encode_metadata(_small())) | {"dcp": 2}
-    with pytest.raises(DamagedError, match="version 2"):
-        decode_metadata(json.dumps(fields).encode(), path="p")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ml_flashpoint import Checkpointer
 from ml_flashpoint.adapter.pytorch.memory_stager import HAS_FUTURES, MemoryStager
+from ml_flashpoint.adapter.pytorch.staging import TensorLeaves
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
 from tests.support.played_device import PlayedDevice
@@ -88,41 +87,6 @@ def test_each_version_is_the_state_at_the_call(
     assert all(each.over for each in job.device.late)
 
 
-@with_futures
-def test_where_no_optimizer_is_watched_all_that_is_there_is_copied_late(
-    door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(monkeypatch)
-    for step in range(1, LOCKED + 2):
-        job.step()
-        saving: Any = dcp.async_save(
-            job.state(),
-            checkpoint_id=door.version(step),
-            storage_writer=door.writer,
-            async_stager=MemoryStager(door.writer),
-        )
-        saving.staging_completion.result(RESULT_TIMEOUT_S)
-        assert all(late.over for late in job.device.late)
-        saving.upload_completion.result(RESULT_TIMEOUT_S)
-    assert job.device.late
-
-
-def test_a_save_returns_before_the_copy_and_plans_nothing_before_it_is_there(door: Door, job: Job) -> None:
-    """Planners may look at what they are given."""
-    seen = list[bool]()
-
-    class Looking(DefaultSavePlanner):
-        def create_local_plan(self) -> SavePlan:
-            seen.append(torch.equal(self.state_dict["model.0.weight"], job.model[0].weight))  # type: ignore[arg-type]
-            return super().create_local_plan()
-
-    future = door.async_save(job.state(), LOCKED + 1, planner=Looking())
-    assert not seen
-    door.writer.before_update()
-    future.result(RESULT_TIMEOUT_S)
-    assert seen == [True]
-
-
 def test_a_change_that_nobody_announced_fails_the_save_and_no_later_one(door: Door, job: Job) -> None:
     future = door.async_save(job.state(), LOCKED + 1)
     with torch.no_grad():
@@ -138,24 +102,25 @@ def test_a_change_that_nobody_announced_fails_the_save_and_no_later_one(door: Do
     assert_same(door.load(blank(expected), LOCKED + 2), expected)
 
 
-def test_a_change_that_was_announced_is_none_of_the_version(door: Door, job: Job) -> None:
+def test_what_optimizers_update_may_change_once_that_is_announced_and_the_rest_at_once(door: Door, job: Job) -> None:
+    """And nothing is planned before the copy is there: planners may look at what they are given."""
+    seen = list[bool]()
+
+    class Looking(DefaultSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            seen.append(torch.equal(self.state_dict["model.0.weight"], job.model[0].weight))  # type: ignore[arg-type]
+            return super().create_local_plan()
+
     expected = clones(job.state())
-    future = door.async_save(job.state(), LOCKED + 1)
+    future = door.async_save(job.state(), LOCKED + 1, planner=Looking())
+    for buffer in job.model.buffers():
+        buffer.zero_()
+    assert not seen
     door.writer.before_update()
     with torch.no_grad():
         job.model[0].bias.add_(1)  # type: ignore[operator,union-attr]
     future.result(RESULT_TIMEOUT_S)
-    assert len(job.device.late) == 1
-    assert_same(door.load(blank(expected), LOCKED + 1), expected)
-
-
-def test_everything_but_what_the_optimizer_updates_may_change_at_once(door: Door, job: Job) -> None:
-    expected = clones(job.state())
-    future = door.async_save(job.state(), LOCKED + 1)
-    for buffer in job.model.buffers():
-        buffer.zero_()
-    door.writer.before_update()
-    future.result(RESULT_TIMEOUT_S)
+    assert seen == [True]
     assert len(job.device.late) == 1
     assert_same(door.load(blank(expected), LOCKED + 1), expected)
 
@@ -187,6 +152,43 @@ def test_closing_ends_the_copy_and_takes_the_hooks_away(make_door: Callable[...,
     assert_same(make_door().load(blank(expected), LOCKED + 1), expected)
 
 
+class Quantized(torch.Tensor):
+    """A tensor that is more than its memory, on a device as it seems."""
+
+    values: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, device: torch.device) -> Quantized:
+        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=device)  # type: ignore[attr-defined]
+        made.values = values
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return Quantized(args[0].values, (kwargs or {}).get("device", args[0].device))
+
+
+def test_what_is_more_than_its_memory_leaves_its_device_while_it_is_staged() -> None:
+    """It is pickled later, by a thread for which the device works in another order."""
+    leaves = TensorLeaves({"quantized": Quantized(torch.ones(3), torch.device("cuda", 1))})
+    staged = leaves.rebuild({})["quantized"]
+    assert type(staged) is Quantized
+    assert staged.device == torch.device("cpu")
+
+
+def test_values_that_may_hold_tensors_are_complete_before_other_threads_see_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[int] = []
+    stream = type("Played", (), {"synchronize": lambda self: waited.append(1)})()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for value, expected in ((object(), 1), ({1}, 2), (3, 2), (b"", 2), (torch.ones(2), 2)):
+        TensorLeaves({"value": value, "x": 1})
+        assert len(waited) == expected, value
+
+
 def test_an_optimizer_whose_steps_call_no_hooks_is_told_of(door: Door, caplog: pytest.LogCaptureFixture) -> None:
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -194,11 +196,5 @@ def test_an_optimizer_whose_steps_call_no_hooks_is_told_of(door: Door, caplog: p
 
     door.writer.watch(Wrapper(torch.optim.SGD([nn.Parameter(torch.ones(10))], lr=1.0)))
     assert "call no hooks" in caplog.text
-
-
-def test_bad_arguments(tmpfs: Path) -> None:
-    with (
-        Checkpointer(tmpfs / "job") as engine,
-        pytest.raises(InvalidArgumentError, match=r"optimizer must be .*Linear"),
-    ):
-        engine.writer().watch(nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match=r"optimizer must be .*Linear"):
+        door.writer.watch(nn.Linear(1, 1))  # type: ignore[arg-type]

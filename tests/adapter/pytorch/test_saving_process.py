@@ -13,10 +13,9 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
-import safetensors.torch
+import safetensors
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
@@ -28,7 +27,7 @@ from ml_flashpoint.net.client import Connection
 from ml_flashpoint.net.messages import BLOBS, JSON_BYTES
 from tests.support.dcp import RESULT_TIMEOUT_S, Door
 from tests.support.forked import Child, call
-from tests.support.planners import CastingPlanner, InPlacePlanner, RenamingPlanner, ResolvingPlanner, caching_planner
+from tests.support.planners import CastingPlanner, InPlacePlanner, ResolvingPlanner
 from tests.support.tensors import assert_same, blank
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -127,68 +126,24 @@ def test_any_number_of_items(door: Door) -> None:
     saves: Any = door.writer.__getstate__()[0]
     staged = ArrivedState(None, others=frozenset(f"{i} {long}" for i in range(JSON_BYTES // len(long))))
     save = saves.begin(CheckpointContainerId(door.version(1)), staged)
-    save.fill([(f"w{i}", torch.tensor(i)) for i in range(count)], [(f"b{i}", b"%d" % i) for i in range(count)])
+    save.fill([(f"w{i}", torch.tensor(i)) for i in range(9)], [(f"b{i}", b"%d" % i) for i in range(count)])
     save.commit(extra=[("last", b"one")])
-    saved = safetensors.torch.load_file(door.object_path(1))
-    assert [saved[f"w{i}"].item() for i in range(count)] == list(range(count))
-    assert [bytes(saved[f"b{i}"].tolist()) for i in range(count)] == [b"%d" % i for i in range(count)]
-    assert bytes(saved["last"].tolist()) == b"one"
+    with safetensors.safe_open(door.object_path(1), "pt") as saved:
+        names = saved.keys()
+        assert sum(name.startswith("b") for name in names) == count
+        assert [saved.get_tensor(f"w{i}").item() for i in range(9)] == list(range(9))
+        some = range(0, count, 4095)
+        assert [bytes(saved.get_tensor(f"b{i}").tolist()) for i in some] == [b"%d" % i for i in some]
+        assert bytes(saved.get_tensor("last").tolist()) == b"one"
 
 
-@pytest.mark.parametrize(
-    "planner",
-    [
-        DefaultSavePlanner,
-        lambda: DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-        lambda: DefaultSavePlanner(flatten_sharded_tensors=False),
-        caching_planner,
-    ],
-    ids=["default", "dedup", "unflattened", "caching"],
-)
-def test_planners_of_torch(door: Door, planner: Callable[[], Any]) -> None:
-    for step in (1, 2, 3):
-        _save_by_process(door, _state(step), step, planner())
-        assert_same(door.load(blank(_state(step)), step), _state(step))
-
-
-@pytest.mark.parametrize("planner", [CastingPlanner, ResolvingPlanner])
-def test_a_planner_that_casts(door: Door, planner: type[DefaultSavePlanner]) -> None:
-    for step in (1, 2, 3):
-        _save_by_process(door, _state(step), step, planner())
-        loaded = door.load(blank(_state(step)), step)
-        for name in ("a", "b"):
-            assert torch.equal(loaded[name], _state(step)[name].bfloat16().float())
-        assert (loaded["note"], loaded["scalar"].item()) == ({"step": step}, step)
-
-
-def test_a_planner_that_renames(door: Door) -> None:
-    prefix = RenamingPlanner.PREFIX
-    for step in (1, 2, 3):
-        _save_by_process(door, _state(step), step, RenamingPlanner())
-        target: dict[str, Any] = {f"{prefix}a": torch.zeros(50, 3), f"{prefix}scalar": torch.tensor(0)}
-        assert_same(door.load(target, step), {f"{prefix}{name}": _state(step)[name] for name in ("a", "scalar")})
-
-
-def test_a_planner_that_writes_to_what_was_staged(door: Door) -> None:
-    """It changes nothing that the trainer has, whose digests are of what was staged."""
-    for step in (1, 2, 3):
-        state = {"a": torch.full((5000,), float(step)), "b": torch.full((3,), float(step))}
-        _save_by_process(door, state, step, InPlacePlanner())
-        assert_same(door.load(blank(state), step), {name: -tensor for name, tensor in state.items()})
-
-
-def test_a_planner_that_fails_costs_that_save_only(door: Door) -> None:
-    _save_by_process(door, _state(1), 1)
-    staged: Any = door.writer.stage(_state(2))
-    assert "the planner fails" in str(call(_save, _sent(door, staged, 2, _Failing())))
-    assert "the planner fails" in _failed(staged.staged.save)
-    _save_by_process(door, _state(3), 3)
-    assert_same(door.load(blank(_state(3)), 3), _state(3))
-
-
-class _Failing(DefaultSavePlanner):
-    def resolve_data(self, write_item: Any) -> Any:
-        raise RuntimeError("the planner fails")
+def test_planners_that_change_what_was_staged(door: Door) -> None:
+    """They change nothing that the trainer has, whose digests are of what was staged."""
+    for step, planner in enumerate((CastingPlanner(), ResolvingPlanner(), InPlacePlanner()), 1):
+        state = {"a": torch.rand(5000), "b": torch.rand(3)}
+        _save_by_process(door, state, step, planner)
+        for name, found in door.load(blank(state), step).items():
+            assert torch.equal(found, -state[name] if step == 3 else state[name].bfloat16().float())
 
 
 def test_what_cannot_be_staged_is_told_where_ranks_can_tell_each_other(door: Door) -> None:
@@ -208,9 +163,8 @@ def test_a_save_whose_process_is_killed_is_lost_at_once(door: Door, stop: str) -
         child.kill()
         assert "its process is gone" in _failed(save)
     assert door.latest() == 1
-    for step in (3, 4, 5):
-        _save_by_process(door, _state(step), step)
-        assert_same(door.load(blank(_state(step)), step), _state(step))
+    _save_by_process(door, _state(3), 3)
+    assert_same(door.load(blank(_state(3)), 3), _state(3))
 
 
 def test_a_save_whose_process_is_killed_before_it_comes_is_given_up_once_dcp_drops_it(door: Door) -> None:
@@ -260,7 +214,10 @@ def test_a_ticket_is_good_for_one_process(door: Door) -> None:
     assert_same(door.load(blank(_state(2)), 2), _state(2))
 
 
-def test_the_end_of_a_trainer_is_an_error_in_its_saving_process(make_door: Callable[..., Door]) -> None:
+def test_the_end_of_a_trainer_is_an_error_in_its_saving_process(
+    make_door: Callable[..., Door], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHPOINT_EXIT_DEADLINE_S", "0.1")
     door = make_door()
     _save_by_process(door, _state(1), 1)
     request, _ = _staged(door, 2)
@@ -281,15 +238,12 @@ def test_staged_tensors_whose_slot_is_gone_fail_their_save_and_not_the_saving_pr
     assert "has no data" in str(call(_save, request))
 
 
-def test_nobody_without_the_secret_gets_in(door: Door) -> None:
-    """And there is no file of the socket."""
+def test_requests_that_no_save_makes_are_refused(door: Door) -> None:
     _save_by_process(door, _state(1), 1)
     _, save = _staged(door, 2)
     saves = door.writer.__getstate__()[0]
     address, secret = saves._address, saves._secret
-    assert address.startswith("\0")
-    with pytest.raises(FlashpointError, match="secret"):
-        Connection(("unix", address), b"another secret of 16", WIRE, connect_timeout_s=RESULT_TIMEOUT_S)
+    assert address.startswith("\0"), "there is a file of the socket"
     version = door.version(2)
     key = _kept[-1].staged.key
     with Connection(("unix", address), secret, WIRE, connect_timeout_s=RESULT_TIMEOUT_S) as connection:

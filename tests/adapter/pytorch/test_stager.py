@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 
@@ -18,27 +16,9 @@ from ml_flashpoint.adapter.pytorch import memory_stager
 from ml_flashpoint.adapter.pytorch.memory_stager import MemoryStager
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
-from tests.support.tensors import assert_same, blank, clones
+from tests.support.tensors import assert_same, blank
 
 pytestmark = pytest.mark.skipif(not memory_stager.HAS_FUTURES, reason="this torch knows no staging futures")
-
-
-class Job:
-    """A loop of which nothing but the step changes anything."""
-
-    def __init__(self) -> None:
-        self.model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-
-    def step(self, before: Callable[[], object] = lambda: None) -> None:
-        """Call ``before`` before anything changes."""
-        self.optimizer.zero_grad()
-        self.model(torch.randn(16, 64)).square().mean().backward()
-        before()
-        self.optimizer.step()
-
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "note": "n"}
 
 
 def _async_save(door: Door, state: dict[str, Any], step: int, **options: Any) -> Any:
@@ -51,52 +31,23 @@ def _async_save(door: Door, state: dict[str, Any], step: int, **options: Any) ->
     )
 
 
-def _check_saves(door: Door, count: int, **options: Any) -> None:
-    job = Job()
-    for step in range(1, count + 1):
-        job.step()
-        expected = clones(job.state())
-        response = _async_save(door, job.state(), step, **options)
-        job.step(lambda: response.staging_completion.result(RESULT_TIMEOUT_S))  # noqa: B023 (called here)
-        response.upload_completion.result(RESULT_TIMEOUT_S)
-        assert_same(door.load(blank(expected), step), expected)
-
-
-def test_each_version_is_the_state_at_the_call(door: Door) -> None:
-    _check_saves(door, 15)
-
-
 @pytest.mark.slow
-def test_the_same_in_a_process(door: Door, process_group: None) -> None:
-    _check_saves(door, 4, **checkpointer("process"))
-
-
-@pytest.mark.parametrize("wait", ["synchronize_staging", "close"])
-def test_the_stager_can_be_waited_for(door: Door, wait: str) -> None:
-    job, stager = Job(), MemoryStager(door.writer)
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_each_version_is_the_state_at_the_call(door: Door, process_group: None, mode: str) -> None:
+    stager = MemoryStager(door.writer)
     assert isinstance(stager, AsyncStager)
     assert not stager.should_synchronize_after_execute
-    job.step()
-    door.save(job.state(), 1)
-    expected = clones(job.state())
-    response = _async_save(door, job.state(), 2)
-    getattr(stager, wait)()
-    assert response.staging_completion.done()
-    job.step()
-    response.upload_completion.result(RESULT_TIMEOUT_S)
-    assert_same(door.load(blank(expected), 2), expected)
-
-
-def test_staging_is_complete_at_once_on_the_cpu(door: Door) -> None:
-    job = Job()
-    job.step()
-    for step in (1, 2):
-        expected = clones(job.state())
-        response = _async_save(door, job.state(), step)
+    for step, wait in enumerate((None, stager.synchronize_staging, stager.close), 1):
+        state: dict[str, Any] = {"w": torch.full((64, 64), float(step)), "note": "n"}
+        response = _async_save(door, state, step, **checkpointer(mode))
+        if wait is None:
+            response.staging_completion.result(RESULT_TIMEOUT_S)
+        else:
+            wait()
         assert response.staging_completion.done()
-        job.step()
+        state["w"].zero_()
         response.upload_completion.result(RESULT_TIMEOUT_S)
-        assert_same(door.load(blank(expected), step), expected)
+        assert_same(door.load(blank(state), step), {"w": torch.full((64, 64), float(step)), "note": "n"})
 
 
 def test_a_failed_staging_is_raised_by_the_write(door: Door) -> None:

@@ -50,10 +50,10 @@ from ml_flashpoint.ddict.links import allow_many_files
 from ml_flashpoint.ddict.manager.store import (
     VALUE_AT,
     check_value,
-    decode_number,
-    encode_number,
     has_token,
     in_pieces,
+    inline_number,
+    number_to_inline,
     slot_header,
 )
 from ml_flashpoint.format.dtypes import parse_true_type
@@ -118,7 +118,7 @@ def encode(value: object) -> Encoded:
         if kind is bytes and len(value) >= INLINE_LIMIT:  # type: ignore[arg-type]
             octets = np.frombuffer(value, np.uint8)  # type: ignore[call-overload]
             return Encoded([_tensor_over(octets)], [PartType(b"B", "")], b"")
-        if kind in (int, float) and (number := encode_number(value)) is not None:  # type: ignore[arg-type]
+        if kind in (int, float) and (number := number_to_inline(value))[:1] != b"p":  # type: ignore[arg-type]
             return Encoded([], [], number, is_number=True)
         return Encoded([], [], pickle.dumps(value, 5))
     if (part := _part_of(value)) is not None:
@@ -399,7 +399,7 @@ def from_inline(data: Buffer, *, copy: bool = False) -> object:
         return _Unpickler(io.BytesIO(octets[1:]), ()).load()
     try:
         if tag in (b"i", b"f"):
-            return decode_number(octets)
+            return inline_number(octets)
         if tag != b"P":
             raise ValueError(f"there is no tag {tag!r}")
         pickled, parts = _read(octets, 0, len(octets), copy, inline=True)

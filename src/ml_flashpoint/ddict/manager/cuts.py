@@ -23,9 +23,9 @@ from itertools import product
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from ml_flashpoint.copy.collection import collection_paused
-from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.manager.index import IndexEntry, decode_index, encode_index, join_object, split_object
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
+from ml_flashpoint.ddict.manager.share import CutTable, part_of
 from ml_flashpoint.ddict.manager.store import HeldPart, PartStore, ValueSlots, part_id, value_id_of
 from ml_flashpoint.ddict.options import Configuration, next_number
 from ml_flashpoint.ddict.wire.requests import DropCopies, Hello, Request, SealedPart
@@ -75,56 +75,39 @@ class _Link:
     acknowledged: set[SaveId] = field(default_factory=set)
 
 
-@dataclass(eq=False, slots=True)
-class Cut:
-    """The part of a cut that this manager has."""
-
-    checkpoint_id: int
-    entries: list[Entry]  # of all keys that there are
-    part: SaveId | None = None  # its snapshot, once that is sealed
-    needs: frozenset[SaveId] = frozenset()  # the parts without which the snapshot cannot be read, itself among them
-
-    def sealed(self, part: SaveId) -> Cut:
-        """Note its snapshot."""
-        values = [entry.value for entry in self.entries if isinstance(entry.value, StoredValue)]
-        self.part, self.needs = part, frozenset((part, *map(part_of, values)))
-        return self
-
-
-def part_of(value: StoredValue) -> SaveId:
-    """The part that a large value is, once it was sealed."""
-    assert value.part is not None
-    return value.part
-
-
 class Cuts:
     """See the module. Thread-safe; seals come one after the other. Where a manager holds anything of another, or is
     held, it serves peers from construction on: takes in their copies, and gives them theirs back.
 
     Args:
-        store, values: of this manager. Parts of values stay while anything refers to those.
+        store, values, table: of this manager. Parts of values stay while anything refers to those.
         ask: see `AskPeer`.
         host: address to serve peers on, and the one told to them.
 
     Attributes:
-        table: the cuts by their numbers, ascending. Never changed, but replaced.
         holders, held: managers that are to have copies of all this, the best ones first; managers that this one holds
             copies of.
         address: for peers to connect to; None if it serves none.
     """
 
     def __init__(
-        self, store: PartStore, values: ValueSlots, configuration: Configuration, ask: AskPeer, host: str
+        self,
+        store: PartStore,
+        values: ValueSlots,
+        table: CutTable,
+        configuration: Configuration,
+        ask: AskPeer,
+        host: str,
     ) -> None:
-        self._store, self._values, self._ask, self._manager = store, values, ask, store.number
+        self._store, self._values, self._table, self._ask = store, values, table, ask
+        self._manager = store.number
         self._nodes = [f"node-{node}" for node in configuration.options.nodes]
         self._secret = configuration.secret
         self.holders = tuple(configuration.holders[self._manager])
         self.held = tuple(owner for owner, its in enumerate(configuration.holders) if self._manager in its)
         # Taken in this order. Network is only waited for with the first. Parts are made and dropped with the second.
-        self._sealing, self._building, self._lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._sealing, self._building = threading.Lock(), threading.Lock()
         self._links: dict[int, _Link] = {}  # changed with the first
-        self.table: dict[int, Cut] = {}  # replaced with the third
         self._newest = self._newest_number()
         self._closed = threading.Event()
         self._service: TransferService | None = None
@@ -169,32 +152,12 @@ class Cuts:
         """A part of this dictionary fills a slot."""
         return manifest.world_size == len(self._nodes) and manifest.record.file_size % PAGE == 0
 
-    # ---- the table ----------------------------------------------------------------------------------------
-
-    def prepare(self, number: int, checkpoint_id: int, entries: list[Entry]) -> None:
-        """Have a cut."""
-        with self._lock:
-            self.table = {**self.table, number: Cut(checkpoint_id, entries)}
-
-    def retain(self, is_wanted: Callable[[int], bool]) -> bool:
-        """Keep some cuts, by their numbers. Return True if `sweep` has something to do."""
-        with self._lock:
-            before, self.table = self.table, {each: cut for each, cut in self.table.items() if is_wanted(each)}
-        return any(cut.part is not None for each, cut in before.items() if each not in self.table)
-
-    def find(self, number: int) -> Cut:
-        """Return a cut. Raises `DDictPersistError`: it was not prepared here."""
-        if (cut := self.table.get(number)) is None:
-            raise DDictPersistError(f"cut {number} was not prepared here", manager=self._manager)
-        return cut
-
-    def _needed(self) -> set[SaveId]:
-        return set[SaveId]().union(*(cut.needs for cut in self.table.values()))
+    # ---- parts --------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
         """Drop the parts that nothing needs; here and at the holders."""
         with self._building:
-            needed, mine = self._needed() | self._values.needed_parts(), self._store.parts_of(self._manager)
+            needed, mine = self._table.needed() | self._values.needed_parts(), self._store.parts_of(self._manager)
             self._store.drop([part for part in mine if part.save not in needed])
             keep = tuple(part.save.text for part in mine if part.save in needed)
             before = self._next_number()  # no holder will drop for this message what is sealed from now on
@@ -217,7 +180,7 @@ class Cuts:
         """Have a verified snapshot of a cut, here and at every holder; return its part."""
         with self._turn(deadline):
             with self._building, collection_paused():
-                part = self._build(number, self.find(number), deadline)
+                part = self._build(number, deadline)
             self._push(deadline)
         return part
 
@@ -231,11 +194,11 @@ class Cuts:
         finally:
             self._sealing.release()
 
-    def _build(self, number: int, cut: Cut, deadline: float) -> SaveId:
+    def _build(self, number: int, deadline: float) -> SaveId:
         """Commit a snapshot, and before it every large value that is no part yet."""
-        before = [each for at, each in self.table.items() if at < number and each.part is not None]
-        if cut.part is None and before and before[-1].entries == cut.entries:
-            cut.part, cut.needs = before[-1].part, before[-1].needs
+        cut, before = self._table.find(number), self._table.newest_sealed(below=number)
+        if cut.part is None and before is not None and before.entries == cut.entries:
+            cut.part, cut.needs = before.part, before.needs
         if cut.part is None:
             for entry in cut.entries:
                 if isinstance(entry.value, StoredValue) and entry.value.part is None:
@@ -244,7 +207,7 @@ class Cuts:
                     self._commit(ref, entry.value.slot, entry.value.size)
                     entry.value.part = ref  # its slot is the store's to free
             self._check_time(deadline)
-            cut.sealed(self._write(number, cut.entries))
+            cut.seal(self._write(number, cut.entries))
         assert cut.part is not None
         return cut.part
 
@@ -291,11 +254,12 @@ class Cuts:
 
     def _push(self, deadline: float) -> None:
         """Have every holder have every part. The newest snapshot must be whole; of others, what is damaged is left."""
-        newest = next((cut.needs for cut in reversed(self.table.values()) if cut.part is not None), frozenset[SaveId]())
-        parts = sorted(self._needed())  # by age: what a snapshot refers to was sealed before it, and comes before it
-        push_to_all(self.holders, lambda holder: self._push_to(holder, parts, newest, deadline))
+        newest = self._table.newest_sealed()
+        needed = frozenset[SaveId]() if newest is None else newest.needs
+        parts = sorted(self._table.needed())  # by age: what a snapshot refers to was sealed before it
+        push_to_all(self.holders, lambda holder: self._push_to(holder, parts, needed, deadline))
 
-    def _push_to(self, holder: int, parts: list[SaveId], newest: Collection[SaveId], deadline: float) -> None:
+    def _push_to(self, holder: int, parts: list[SaveId], needed: Collection[SaveId], deadline: float) -> None:
         def is_over() -> bool:
             return self._closed.is_set() or time.monotonic() > deadline
 
@@ -309,7 +273,7 @@ class Cuts:
                             link.peer.push(part.manifest, part.data, cancelled=is_over)
                         link.acknowledged.add(ref)
                     except (DamagedError, ObjectNotFoundError) as error:
-                        if ref in newest:
+                        if ref in needed:
                             raise
                         _log.warning("a part of an earlier snapshot cannot be copied: %s", error)
         except BaseException as error:
@@ -343,7 +307,7 @@ class Cuts:
 
     def copied_to(self) -> list[int]:
         """Return those of `holders` that are known to have verified copies of every snapshot here."""
-        needed = self._needed()
+        needed = self._table.needed()
         return [number for number, link in list(self._links.items()) if link.acknowledged >= needed]
 
     # ---- recovery -----------------------------------------------------------------------------------------
@@ -352,22 +316,20 @@ class Cuts:
         """Have the cuts of sealed snapshots that are not here, each that can be had whole: every byte was verified, and
         is in the own store. Return why others cannot, by their checkpoints."""
         failures: dict[int, FlashpointError] = {}
-        missing = [part for part in sealed if part.cut not in self.table]
+        missing = [part for part in sealed if self._table.get(part.cut) is None]
         with self._building, collection_paused(), ThreadPoolExecutor(_AT_ONCE) as pool:
-            recovery, found = _Recovery(self, pool), dict[int, Cut]()
+            recovery = _Recovery(self, pool)
             for part in sorted(missing, key=lambda each: each.cut, reverse=True):
                 try:
                     ref = part_id(part.run, part.step)
                     entries = _once(recovery.entries, ref, recovery.read)
-                    found[part.cut] = Cut(part.checkpoint_id, entries).sealed(ref)
+                    self._table.add(part.cut, part.checkpoint_id, entries).seal(ref)
                 except TransferCancelledError:
                     raise
                 except FlashpointError as error:
                     _log.warning("manager %d: checkpoint %d is lost: %s", self._manager, part.checkpoint_id, error)
                     failures[part.checkpoint_id] = error
             self._newest = max(self._newest, self._newest_number())
-            with self._lock:
-                self.table = dict(sorted({**self.table, **found}.items()))
         return failures
 
     def fetch(self, ref: SaveId, holder: int, home: Home) -> HeldPart:

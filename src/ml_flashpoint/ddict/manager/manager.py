@@ -7,7 +7,6 @@ that the other runs as the same user.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import struct
 import sys
@@ -17,7 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ml_flashpoint.ddict.errors import (
     REQUESTS,
@@ -25,7 +24,6 @@ from ml_flashpoint.ddict.errors import (
     DDictFullError,
     DDictKeyError,
     DDictManagerLostError,
-    DDictReadOnlyError,
     DDictTimeoutError,
     StaleEpochError,
     StaleRequestError,
@@ -33,7 +31,8 @@ from ml_flashpoint.ddict.errors import (
 from ml_flashpoint.ddict.links import Links, allow_many_files, locator
 from ml_flashpoint.ddict.manager.cuts import Cuts
 from ml_flashpoint.ddict.manager.parts import PersistedParts
-from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, ENTRY_BYTES, Entry, InlineValue, Shard, Value
+from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, ENTRY_BYTES, Entry, InlineValue, Value
+from ml_flashpoint.ddict.manager.share import CutTable, Share
 from ml_flashpoint.ddict.manager.store import (
     PartStore,
     ValueSlots,
@@ -43,7 +42,6 @@ from ml_flashpoint.ddict.manager.store import (
 )
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.wire import requests as asked
-from ml_flashpoint.ddict.wire.fence import Fence
 from ml_flashpoint.ddict.wire.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.ddict.wire.requests import Request, Result, SealedPart, Whose
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
@@ -63,14 +61,6 @@ _LOOK_S = 1.0
 _RETURN_S = 60.0
 
 
-class _Discarded(NamedTuple):
-    """The last that was said of a handle that went back, or whose process was killed (``dead``)."""
-
-    epoch: int
-    number: int
-    dead: bool = False
-
-
 @dataclass(eq=False, slots=True)
 class Session:
     """A connection of a client or another manager."""
@@ -88,9 +78,7 @@ class Manager:
             machines are to reach it, its ``host`` and the ``place`` (node) that it runs on, not always the same one.
 
     Attributes:
-        changed: guards the shard; notified when it changes while somebody waits.
-        epoch: requests of another one are refused, and all before it has begun any (-1). Guarded by the lock.
-        fence: of the handles that have written in this epoch. Requests of earlier ones are refused anyhow.
+        changed: guards the share; notified when it changes while somebody waits.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -102,26 +90,18 @@ class Manager:
         self.incarnation = str(config["incarnation"])
         self.changed = threading.Condition(threading.RLock())
         self.waiting = 0
-        self.frozen, self._frozen_by = False, 0  # by the request of this number
         self.ended = threading.Event()
         self.links = Links(locator(configuration, config.get("place")), configuration.secret)
         self._restarted = config.get("restarted") is True
-        self.epoch = -1 if self._restarted else 0
-        self.fence = Fence()
-        self._discarded: dict[str, _Discarded] = {}
+        self.table = CutTable()
+        self.share = Share(number, self.rules, self.table, epoch=-1 if self._restarted else 0)
+        self.shard = self.share.shard
         self._begun = threading.Lock()
         self.store = PartStore(configuration.node_folder(number), number, configuration.managers)
         self.slots = ValueSlots(self.store, self.incarnation, limit_bytes=self.rules.limit_bytes)
-        self.shard = Shard(is_final=not self.rules.snapshots)
-        self.cuts = Cuts(self.store, self.slots, configuration, self._ask_peer, host or "127.0.0.1")
-        self._settled = 0  # the newest cut that is known to be committed
-        self._cut, self._cut_at = (
-            0,
-            -1,
-        )  # the newest cut that was prepared, or that this epoch began with; its checkpoint
+        self.cuts = Cuts(self.store, self.slots, self.table, configuration, self._ask_peer, host or "127.0.0.1")
         self.parts = PersistedParts(configuration, number, self.slots)
         self._ready = threading.Event()  # requests may come before
-        self._lost: DDictManagerLostError | None = None
         self._failures: dict[int, FlashpointError] = {}
         unix_path = str(Path(configuration.base, f"m-{number}.sock"))
         try:
@@ -187,7 +167,7 @@ class Manager:
             _log.exception("manager %d cannot go on from where the one before it was", self.number)
             self._give_up(error.message if isinstance(error, FlashpointError) else repr(error))
         self._ready.wait()
-        if self._lost is None:
+        if self.share.lost is None:
             _log.warning("manager %d is back", self.number)
             self._replicate()
             for owner in self.cuts.held:
@@ -205,7 +185,7 @@ class Manager:
         )
         error.retryable = False
         if not self._ready.is_set():
-            self._lost = error
+            self.share.lost = error
             self._ready.set()
         return error
 
@@ -225,8 +205,8 @@ class Manager:
         """Wait until this manager has what it is to have. Raises `DDictManagerLostError`: it has not, or never will."""
         if not self._ready.is_set() and not self._ready.wait(max(0.0, deadline - time.monotonic())):
             raise DDictManagerLostError("the manager has not begun yet", manager=self.number)
-        if self._lost is not None:
-            raise self._lost
+        if self.share.lost is not None:
+            raise self.share.lost
 
     def _replicate(self) -> None:
         """Push what holders lack of the snapshots here."""
@@ -246,13 +226,13 @@ class Manager:
     def stats(self) -> Fields:
         """Return what `ManagerStats` is made of."""
         with self.changed:
-            sealed = {cut.checkpoint_id for cut in self.cuts.table.values() if cut.part is not None}
+            sealed = {cut.checkpoint_id for cut in self.table.sealed().values()}
             return {
                 "keys": len(self.shard),
                 "used_bytes": self.used_bytes,
                 "oldest": self.shard.oldest,
                 "sealed": sorted(sealed),
-                "frozen": self.frozen,
+                "frozen": self.share.frozen,
                 "holders": self.cuts.holders,
                 "copies": self.cuts.copied_to(),
                 "place": self.place,
@@ -261,8 +241,7 @@ class Manager:
     def freeze(self, frozen: bool, number: int) -> None:
         """See `Freeze`."""
         with self.changed:
-            if number >= self._frozen_by:
-                self.frozen, self._frozen_by = frozen, number
+            self.share.freeze(frozen, number)
 
     def _ask_peer(self, manager: int, request: Request) -> Fields:
         return self.links.call(manager, request, deadline=time.monotonic() + _PEER_S).fields
@@ -306,10 +285,10 @@ class Manager:
     def wait_for(self, holds: Callable[[], bool], deadline: float, is_gone: Callable[[], bool] = lambda: False) -> bool:
         """Wait until ``holds()``; under the lock, which is let go of meanwhile. Return whether it does."""
         self.waiting += 1
-        epoch = self.epoch
+        epoch = self.share.epoch
         try:
             while not holds():
-                self.check_epoch(epoch)
+                self.share.check_epoch(epoch)
                 left = deadline - time.monotonic()
                 if left <= 0 or self.ended.is_set() or is_gone():
                     return False
@@ -318,119 +297,57 @@ class Manager:
         finally:
             self.waiting -= 1
 
-    # ---- epochs -------------------------------------------------------------------------------------------
-
-    def check_epoch(self, epoch: int) -> None:
-        """Refuse what belongs to another epoch; under the lock."""
-        if epoch != self.epoch:
-            at = f"is in epoch {self.epoch}" if self.epoch >= 0 else "has not begun any epoch yet"
-            raise self._lost or StaleEpochError(f"manager {self.number} {at}", manager=self.number)
+    # ---- epochs and checkpoints ---------------------------------------------------------------------------
 
     def begin(self, told: asked.Begin) -> None:
         """Begin an epoch; see `Begin`."""
         with self._begun:  # the coordinator may ask again before it has heard an answer
-            if self._lost is not None:
-                raise self._lost
-            if told.epoch < self.epoch:
+            if self.share.lost is not None:
+                raise self.share.lost
+            if told.epoch < self.share.epoch:
                 return  # the coordinator has given this request up
-            if told.epoch > self.epoch or not self._ready.is_set():
+            if told.epoch > self.share.epoch or not self._ready.is_set():
                 if not self._ready.is_set():
                     self._failures |= self.cuts.recover(told.sealed)  # what was committed since it asked
-                if told.restored is not None and (self.parts.has_read or told.keep[0] not in self.cuts.table):
+                if told.restored is not None and self.table.get(told.keep[0]) is None:
                     entries = self.parts.take(version_of(told.restored))
-                    self.cuts.retain(lambda cut: False)
-                    self.cuts.prepare(told.keep[0], told.base, entries)
+                    with self.changed:
+                        self.table.retain(lambda cut: False)
+                        self.table.add(told.keep[0], told.base, entries)
                     self.cuts.sweep()
-                self._load(told)
+                with self.changed:
+                    if not self.share.begin(told):
+                        causes = self._failures.get(told.base, "")
+                        raise self._give_up(f"no whole copy of checkpoint {told.base} is left. {causes}")
+                    self.changed.notify_all()
                 self._ready.set()
         self.freeze(told.frozen, told.number)
 
-    def _load(self, told: asked.Begin) -> None:
-        base = told.base
-        with self.changed:
-            if self.rules.snapshots:
-                its = [self.cuts.table[each] for each in told.keep if each in self.cuts.table]
-                wanted = {cut.checkpoint_id: cut.entries for cut in its}
-                if base >= 0 and base not in wanted:
-                    causes = self._failures.get(base, "")
-                    raise self._give_up(f"no whole copy of checkpoint {base} is left. {causes}")
-                self.shard.load(wanted.items())
-                self.shard.committed, self.shard.kept = base, frozenset(wanted)
-                self._cut, self._cut_at = told.cut, base
-            else:
-                self.shard.rollback(None, base)
-            self.epoch, self._settled = told.epoch, 0
-            self.fence.begin(told.epoch)
-            self._discarded = {handle: each for handle, each in self._discarded.items() if each.epoch >= told.epoch}
-            self.cuts.retain(lambda each: each in told.keep or each in told.pinned)
-            self.changed.notify_all()
-
     def discard(self, told: asked.Discard) -> None:
-        """Discard what a handle wrote above a checkpoint; see `Discard`."""
-        handle, to, epoch, generation = told.whose
+        """See `Discard`."""
         with self.changed:
-            if epoch < self.epoch or told.number <= self._discarded.get(handle, _Discarded(0, 0)).number:
-                return
-            if not told.dead:
-                try:
-                    self.fence.hear(handle, generation, epoch)
-                except StaleRequestError:
-                    return
-            self._discarded[handle] = _Discarded(epoch, told.number, told.dead)
-            self.shard.rollback(handle, to)
+            self.share.discard(told)
             self.notify()
 
-    def check_change(self, whose: Whose) -> Fields:
-        """Refuse a change that came too late, or may not be made. Return the newest cut that it is ``late`` for, if
-        any. Under the lock, just before the change."""
-        self.check_epoch(whose.epoch)
-        self.fence.hear(whose.handle, whose.generation, self.epoch)
-        if whose.handle in self._discarded and self._discarded[whose.handle].dead:
-            raise StaleEpochError("the connection of this handle's process broke", manager=self.number)
-        self.check_writable()
-        return {"late": self._cut} if whose.checkpoint_id <= self._cut_at else {}
-
-    def check_writable(self) -> None:
-        """Refuse writes where none may be made."""
-        if self.frozen:
-            raise DDictReadOnlyError("the dictionary is frozen", manager=self.number, hint="unfreeze() it first")
-        if self.rules.read_only:
-            raise DDictReadOnlyError("the dictionary is read-only", manager=self.number)
-
-    # ---- checkpoints --------------------------------------------------------------------------------------
-
     def prepare(self, told: asked.Prepare) -> None:
-        """Note what belongs to a cut; see `Prepare`."""
+        """See `Prepare`."""
         with self.changed:
-            self.check_epoch(told.epoch)
-            if told.cut <= self._cut:
-                raise DDictError(f"cut {self._cut} has been asked for since", manager=self.number)
-            has_dropped = self.cuts.retain(lambda each: each <= told.committed)
-            self.cuts.prepare(told.cut, told.checkpoint_id, self.shard.cut(told.checkpoint_id))
-            self._cut, self._cut_at = told.cut, told.checkpoint_id
-        if has_dropped:
+            is_less = self.share.prepare(told)
+        if is_less:
             self.cuts.sweep()
 
     def seal(self, told: asked.Seal, deadline: float) -> Fields:
         """See `Seal`."""
         with self.changed:
-            self.check_epoch(told.epoch)
+            self.share.check_epoch(told.epoch)
         return {"part": self.cuts.seal(told.cut, deadline)}
 
     def settle(self, told: asked.Settle) -> None:
-        """Let go of what no one needs any more; see `Settle`."""
+        """See `Settle`."""
         with self.changed:
-            self.check_epoch(told.epoch)
-            if told.cut < self._settled:
-                return  # the coordinator has given this request up
-            self._settled = told.cut
-            self.shard.retire(told.oldest)
-            kept = [self.cuts.table[each].checkpoint_id for each in told.keep if each in self.cuts.table]
-            self.shard.committed, self.shard.kept = told.committed, frozenset(kept)
+            is_less = self.share.settle(told)
             self.notify()
-            wanted = {*told.keep, *told.pinned}
-            has_dropped = self.cuts.retain(lambda each: each in wanted or each > told.cut)
-        if has_dropped:
+        if is_less:
             self.cuts.sweep()
 
     def await_keys(self, checkpoint_id: int, deadline: float, is_gone: Callable[[], bool]) -> None:
@@ -447,7 +364,7 @@ class Manager:
 
     def persist(self, told: asked.Persist) -> None:
         """See `Persist`."""
-        self.parts.write(version_of(told.version), self.cuts.find(told.cut).entries)
+        self.parts.write(version_of(told.version), self.table.find(told.cut).entries)
 
 
 _NUMBER_BYTES: Final = 100
@@ -476,35 +393,40 @@ class _Call:
             raise ProtocolError("a key must come first")
         return self.blobs[0]
 
-    def check_read(self, whose: Whose) -> None:
-        """Refuse a read of another epoch, and what its handle gave up before. Under the lock, just before the read."""
-        self.manager.check_epoch(whose.epoch)
-        with contextlib.suppress(StaleRequestError):  # a read that comes late does no harm
-            self.manager.fence.hear(whose.handle, whose.generation, self.manager.epoch)
-
     def seen(self, key: bytes, checkpoint_id: int) -> Entry | None:
         """Return the entry that a reader sees who does not wait; where keys are waited for, none that has to be written
         yet."""
         return self.manager.shard.find(key, checkpoint_id, written=self.manager.rules.wait_for_keys)
 
-    def is_as_expected(self, key: bytes, checkpoint_id: int, expected: int) -> bool:
-        """Return True if a key's entry has this number; 0: if there is none; -1: in any case."""
-        entry = None if expected < 0 else self.seen(key, checkpoint_id)
-        return expected < 0 or (0 if entry is None else entry.sequence) == expected
-
-
-def _others(found: Entry | None, flags: int) -> Fields:
-    """Return what tells a client to change a key at the other managers, too."""
-    return {"b": True} if found is not None and found.broadcast and not flags & (BROADCAST | DIRECT) else {}
+    def change(
+        self,
+        request: asked.Put | asked.Add | asked.Delete,
+        make: Callable[[Entry | None], Value | None],
+        expected: int = -1,
+    ) -> Fields:
+        """Write the value that ``make`` has for the entry that is there; None deletes that. Return what a client is
+        told, see `Put`. Under the lock."""
+        whose, flags = request.whose, request.flags
+        manager, key, at = self.manager, self.key, whose.checkpoint_id
+        late = manager.share.check_change(whose)
+        if expected >= 0:
+            seen = self.seen(key, at)
+            if (0 if seen is None else seen.sequence) != expected:
+                return {"ok": False, **late}
+        found = manager.shard.find(key, at)
+        value = make(found)
+        others = found is not None and found.broadcast and not flags & (BROADCAST | DIRECT)
+        if found is not None and not isinstance(request, asked.Put):
+            flags = found.flags
+        manager.put(Entry(key, at, sys.intern(whose.handle), value, flags | BROADCAST if others else flags))
+        return {"ok": True, **({"b": True} if others else {}), **late}
 
 
 # ---- what clients ask for -------------------------------------------------------------------------------------------
 
 
 def _put(call: _Call, request: asked.Put) -> Fields:
-    manager, key, blobs = call.manager, call.key, call.blobs
-    value_id, reserved = request.value_id, call.session.reserved
-    checkpoint_id, writer = request.whose.checkpoint_id, sys.intern(request.whose.handle)  # one text for all entries
+    manager, blobs, value_id, reserved = call.manager, call.blobs, request.value_id, call.session.reserved
     if value_id:
         if value_id not in reserved:
             raise ProtocolError(f"this connection has no reservation called {value_id!a}")
@@ -518,14 +440,8 @@ def _put(call: _Call, request: asked.Put) -> Fields:
             reserved.discard(value_id)
         else:
             value = InlineValue(blobs[1])
-            manager.make_room(value.nbytes, key, request.whose, call.deadline)
-        answer = manager.check_change(request.whose)
-        if not call.is_as_expected(key, checkpoint_id, request.expected):
-            return {"ok": False, **answer}
-        others = _others(manager.shard.find(key, checkpoint_id), request.flags)
-        flags = request.flags | BROADCAST if others else request.flags
-        manager.put(Entry(key, checkpoint_id, writer, value, flags))
-    return {"ok": True, **others, **answer}
+            manager.make_room(value.nbytes, call.key, request.whose, call.deadline)
+        return call.change(request, lambda found: value, request.expected)
 
 
 def _put_many(call: _Call, request: asked.PutMany) -> Result:
@@ -561,39 +477,35 @@ def _many(call: _Call, count: int, make: Callable[[_Call], Result]) -> Result:
 
 
 def _add(call: _Call, request: asked.Add) -> Fields:
-    manager, key, before = call.manager, call.key, request.default
-    checkpoint_id, writer = request.whose.checkpoint_id, request.whose.handle
-    with manager.changed:
-        manager.make_room(_NUMBER_BYTES, key, request.whose, call.deadline)
-        answer = manager.check_change(request.whose)
-        found = manager.shard.find(key, checkpoint_id)
+    before = request.default
+
+    def add(found: Entry | None) -> Value:
+        nonlocal before
         if found is not None:
             known = inline_number(found.value.data) if isinstance(found.value, InlineValue) else None
             if known is None:
-                raise DDictError("fetch_add needs a number, and the key has another value", manager=manager.number)
+                raise DDictError("fetch_add needs a number, and the key has another value", manager=call.manager.number)
             before = known
-        value = InlineValue(number_to_inline(before + request.amount))
-        manager.put(Entry(key, checkpoint_id, writer, value, found.flags if found else request.flags))
-    return {"before": before, **_others(found, request.flags), **answer}
+        return InlineValue(number_to_inline(before + request.amount))
+
+    with call.manager.changed:
+        call.manager.make_room(_NUMBER_BYTES, call.key, request.whose, call.deadline)
+        return {**call.change(request, add), "before": before}
 
 
 def _delete(call: _Call, request: asked.Delete) -> Fields:
-    manager, key, checkpoint_id = call.manager, call.key, request.whose.checkpoint_id
-    with manager.changed:
-        answer = manager.check_change(request.whose)
-        found = manager.shard.find(key, checkpoint_id)
+    def delete(found: Entry | None) -> None:
         if found is None:
-            raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
-        if not call.is_as_expected(key, checkpoint_id, request.expected):
-            return {"ok": False}
-        manager.put(Entry(key, checkpoint_id, request.whose.handle, None, found.flags))
-    return {"ok": True, **_others(found, request.flags), **answer}
+            raise DDictKeyError("no such key", checkpoint_id=request.whose.checkpoint_id)
+
+    with call.manager.changed:
+        return call.change(request, delete, request.expected)
 
 
 def _clear(call: _Call, request: asked.Clear) -> Fields:
     manager, whose = call.manager, request.whose
     with manager.changed:
-        answer = manager.check_change(whose)
+        answer = manager.share.check_change(whose)
         for found in list(manager.shard.entries(whose.checkpoint_id)):
             manager.put(Entry(found.key, whose.checkpoint_id, whose.handle, None, found.flags))
     return answer
@@ -602,8 +514,8 @@ def _clear(call: _Call, request: asked.Clear) -> Fields:
 def _allocate(call: _Call, request: asked.Allocate) -> Fields:
     manager, whose = call.manager, request.whose
     with manager.changed:
-        manager.check_epoch(whose.epoch)
-        manager.check_writable()
+        manager.share.check_epoch(whose.epoch)
+        manager.share.check_writable()
         manager.shard.check_readable(whose.checkpoint_id)
         manager.make_room(request.nbytes, call.key, whose, call.deadline)
         try:
@@ -625,7 +537,7 @@ def _abandon(call: _Call, request: asked.Abandon) -> Fields:
 def _get(call: _Call, request: asked.Get) -> Result:
     manager, key, checkpoint_id = call.manager, call.key, request.whose.checkpoint_id
     with manager.changed:
-        call.check_read(request.whose)
+        call.manager.share.check_read(request.whose)
         if manager.rules.wait_for_keys and request.wait:
             _wait_for_key(call, key, checkpoint_id)
         entry = call.seen(key, checkpoint_id)
@@ -657,7 +569,7 @@ def _wait_for_key(call: _Call, key: bytes, checkpoint_id: int) -> None:
 
 def _contains(call: _Call, request: asked.Contains) -> Fields:
     with call.manager.changed:
-        call.check_read(request.whose)
+        call.manager.share.check_read(request.whose)
         return {"found": call.seen(call.key, request.whose.checkpoint_id) is not None}
 
 
@@ -669,7 +581,7 @@ def _wait_for(call: _Call, request: asked.WaitFor) -> Fields:
         return entry is not None and entry.sequence != request.seen
 
     with call.manager.changed:
-        call.check_read(request.whose)
+        call.manager.share.check_read(request.whose)
         return {"ok": call.manager.wait_for(has_changed, call.deadline, call.is_gone)}
 
 
@@ -677,14 +589,14 @@ def _keys(call: _Call, request: asked.Keys) -> Result:
     """Hold the lock for some keys at a time."""
     manager, checkpoint_id, managers = call.manager, request.whose.checkpoint_id, call.manager.configuration.managers
     with manager.changed:
-        call.check_read(request.whose)
+        call.manager.share.check_read(request.whose)
         manager.shard.check_readable(checkpoint_id)
         newest = manager.shard.newest()
     found = [entry for entry in newest if entry.checkpoint_id <= checkpoint_id and entry.value is not None]
     later = [entry.key for entry in newest if entry.checkpoint_id > checkpoint_id]
     for at in range(0, len(later), _AT_ONCE):
         with manager.changed:
-            manager.check_epoch(request.whose.epoch)
+            manager.share.check_epoch(request.whose.epoch)
             seen = (manager.shard.find(key, checkpoint_id) for key in later[at : at + _AT_ONCE])
             found += [entry for entry in seen if entry is not None]
     if manager.rules.wait_for_keys:

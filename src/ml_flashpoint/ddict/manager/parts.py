@@ -72,11 +72,6 @@ class PersistedParts:
         items += [(f"{number}", value.slot.buffer[: value.size]) for number, value in enumerate(large, 1)]
         write_part(self._history.store, version, self._manager, items)
 
-    @property
-    def has_read(self) -> bool:
-        """True if a checkpoint is read that nobody has taken."""
-        return self._ready is not None
-
     def prepare(self, version: Version | None) -> None:
         """Read a checkpoint, for `take`; None: let go of what was read, and nobody has taken."""
         self._ready = None

@@ -354,32 +354,19 @@ def value_id_of(buffer: Buffer) -> str:
         return _HEADER.unpack_from(view)[1].rstrip(_ZERO).decode("ascii", "replace")  # type: ignore[no-any-return]
 
 
-def encode_number(value: float) -> bytes | None:
-    """The inline form of an integer or a float; None for an integer that is huge."""
-    if isinstance(value, int):
-        return b"i%d" % value if value.bit_length() <= _MAX_INT_BITS else None
-    return b"f" + _FLOAT.pack(value)
-
-
 def number_to_inline(value: float) -> bytes:
-    """The inline form of any integer or float."""
-    return encode_number(value) or b"p" + pickle.dumps(value, 5)
-
-
-def decode_number(data: bytes) -> int | float:
-    """Return what `encode_number` encoded. Raises ValueError or struct.error."""
-    if data[:1] == b"i":
-        return int(data[1:])
-    number: float = _FLOAT.unpack(data[1:])[0]
-    return number
+    """The inline form of an integer or a float: pickled, if it is an integer that is huge."""
+    if not isinstance(value, int):
+        return b"f" + _FLOAT.pack(value)
+    return b"i%d" % value if value.bit_length() <= _MAX_INT_BITS else b"p" + pickle.dumps(value, 5)
 
 
 def inline_number(data: bytes) -> int | float | None:
-    """The integer or float in a small value, None if it is something else."""
-    if data[:1] not in (b"i", b"f"):
-        return None
+    """The integer or float in a small value, None if it is something else. Raises `DamagedError`."""
     try:
-        return decode_number(data)
+        if data[:1] == b"i":
+            return int(data[1:])
+        return float(_FLOAT.unpack(data[1:])[0]) if data[:1] == b"f" else None
     except (ValueError, struct.error) as error:
         raise DamagedError(f"not an encoded number: {error}") from error
 

@@ -90,20 +90,17 @@ class SealedPart(NamedTuple):
 
 class Put(NamedTuple):
     """Write a key: an inline value (a blob), one that lies in a slot, or one to be put there (``value_id``, blobs).
-
-    Only if the key's entry has the number ``expected``, if that is not -1; 0: if there is no such key. Else ``ok`` is
-    false in the answer. ``b`` there, as in those of all changes: `bput` wrote the key, so the client is to make the
-    change at all other managers. ``late``: the newest cut that it came late for, if any.
-    """
+    Answers to changes have ``ok``; ``b`` if `bput` wrote the key, so that the client is to make the change at all other
+    managers; and ``late``, the newest cut that it came late for, if any."""
 
     whose: Whose
     flags: int = 0
     value_id: str = ""
-    expected: int = -1
+    expected: int = -1  # number that the key's entry must have, else ``ok`` is false; 0: no entry, -1: any
 
 
 class PutMany(NamedTuple):
-    """Write keys with small values, which follow each other in the blobs; ``outcomes``: `b`, or the error of each."""
+    """Write keys with small values, which follow each other in the blobs; ``outcomes``: the error or answer of each."""
 
     whose: Whose
     flags: int = 0

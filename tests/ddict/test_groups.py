@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -12,14 +13,17 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
+from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.native import (
+    Barrier,
+    BarrierBrokenError,
     CollectiveGroup,
     Policy,
     ProcessFailedError,
@@ -29,15 +33,16 @@ from ml_flashpoint.ddict.native import (
     System,
     this_process,
 )
+from ml_flashpoint.ddict.native import barrier as native_barrier
 from ml_flashpoint.ddict.native import processes as native_processes
 from ml_flashpoint.ddict.native import ray as ports
-from ml_flashpoint.format.errors import InvalidArgumentError
-from tests.ddict.native_support import DEADLINE_S, barrier_elsewhere, barrier_of, group_of, notes, puids_of
+from ml_flashpoint.ddict.native.barrier import BARRIERS
+from ml_flashpoint.format.errors import AuthenticationError, InvalidArgumentError, ProtocolError
+from ml_flashpoint.net.client import Connection
+from tests.ddict.native_support import DEADLINE_S, barrier_elsewhere, barrier_of, group_of, in_threads, notes, puids_of
 from tests.support.forked import wait_until
 from tests.support.processes import child_environment, suspend
 from tests.workers import ddict_members
-
-pytestmark = pytest.mark.slow
 
 
 def test_thirty_processes_start_quickly_and_pass_a_barrier_together(tmp_path: Path) -> None:
@@ -96,15 +101,6 @@ def test_the_death_of_a_member_breaks_the_barrier_for_the_others(tmp_path: Path,
         assert len(told) == 2
         assert all("the barrier is broken" in text for text in told)
         assert barrier.broken
-
-
-def test_a_killed_member_is_an_error(tmp_path: Path) -> None:
-    with group_of(2, ddict_members.hang, str(tmp_path)) as group:
-        lost = group.puids[1]
-        os.kill(group.pids[lost], signal.SIGKILL)
-        with pytest.raises(ProcessFailedError, match="was killed by signal 9") as caught:
-            group.join(timeout=DEADLINE_S)
-        assert (caught.value.puid, caught.value.exit_code) == (lost, -9)
 
 
 def test_exit_codes_are_right_although_others_look_after_their_children(tmp_path: Path) -> None:
@@ -250,17 +246,6 @@ def test_functions_of_a_script_run_with_the_globals_of_its_guarded_part(tmp_path
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("nproc", [0, -1, True, 1.5])
-def test_a_group_takes_a_positive_number_of_processes(nproc: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="nproc"):
-        ProcessGroup().add_process(nproc, ProcessTemplate(print))
-
-
-def test_a_template_takes_a_function() -> None:
-    with pytest.raises(InvalidArgumentError, match="target"):
-        ProcessTemplate("ls")  # type: ignore[arg-type]
-
-
 def test_ranks_of_a_collective_group_reduce_together(tmp_path: Path) -> None:
     with CollectiveGroup(ddict_members.reduce_ranks, (str(tmp_path),), policies=[Policy()] * 2) as group:
         group.init()
@@ -274,61 +259,12 @@ def test_ranks_of_a_collective_group_reduce_together(tmp_path: Path) -> None:
     assert [one["threads"] for one in seen] == [int(os.environ["OMP_NUM_THREADS"])] * 2
 
 
-def test_a_collective_group_needs_policies() -> None:
-    with pytest.raises(InvalidArgumentError, match="policies"):
-        CollectiveGroup(ddict_members.reduce_ranks, policies=[])
-
-
-@pytest.mark.parametrize("node", [-1, 1])
-def test_a_collective_group_knows_its_nodes(node: int) -> None:
-    group = CollectiveGroup(ddict_members.reduce_ranks, policies=[Policy(), Policy(node=node)])
-    with pytest.raises(InvalidArgumentError, match="no such node") as caught:
-        group.init()
-    assert (caught.value.argument, caught.value.value) == ("node", str(node))
-
-
-def test_a_collective_group_is_made_ready_without_torch() -> None:
-    program = (
-        "import sys; from ml_flashpoint.ddict.native import CollectiveGroup, Policy\n"
-        "with CollectiveGroup(print, policies=[Policy()] * 2) as group: group.init()\n"
-        "assert 'torch' not in sys.modules"
-    )
-    argv = [sys.executable, "-c", program]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S, env=child_environment())
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_port_for_later_is_one_that_the_system_gives_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ports.free_port() in range(20_000, 32_768)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(ports, "_PORTS", [taken.getsockname()[1]])
         monkeypatch.setattr(ports, "_TRIES", 1)
         assert ports.free_port() not in (0, taken.getsockname()[1])
-
-
-def test_a_process_without_a_rank_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(DDictError, match="RANK is not set"):
-        RankInfo()
-
-
-def test_the_machine_is_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHPOINT_NUM_GPUS", "3")
-    system = System()
-    assert (system.nnodes, system.primary_node.num_gpus) == (1, 3)
-    assert system.primary_node.hostname == socket.gethostname()
-    assert system.gpu_policies() == [Policy((gpu,), 0) for gpu in range(3)]
-    monkeypatch.setenv("FLASHPOINT_NUM_GPUS", "many")
-    with pytest.raises(InvalidArgumentError, match="FLASHPOINT_NUM_GPUS"):
-        System()
-
-
-def test_gpus_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.delenv("FLASHPOINT_NUM_GPUS", raising=False)
-    # Other tests play a GPU in this process, which is there to count and not available.
-    assert System().primary_node.num_gpus == torch.cuda.device_count()
 
 
 @pytest.mark.parametrize(
@@ -346,7 +282,139 @@ def test_a_restart_is_known(
     assert System().restarted is restarted
 
 
-def test_an_odd_word_about_restarts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHPOINT_RESTARTED", "perhaps")
-    with pytest.raises(InvalidArgumentError, match="FLASHPOINT_RESTARTED"):
-        _ = System().restarted
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        *(
+            ("nproc", lambda nproc=nproc: ProcessGroup().add_process(nproc, ProcessTemplate(print)))
+            for nproc in (0, True)
+        ),
+        ("target", lambda: ProcessTemplate("ls")),  # type: ignore[arg-type]
+        ("policies", lambda: CollectiveGroup(print, policies=[])),
+        ("node", lambda: CollectiveGroup(print, policies=[Policy(), Policy(node=1)]).init()),
+        *(("parties", lambda parties=parties: Barrier(parties)) for parties in (0, True, "2")),
+        ("timeout", lambda: Barrier(2, timeout=-1)),
+    ],
+)
+def test_a_bad_argument_is_named(argument: str, call: Callable[[], object]) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        call()
+    assert caught.value.argument == argument
+
+
+def test_the_machine_and_the_process_are_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "FLASHPOINT_NUM_GPUS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(DDictError, match="RANK is not set"):
+        RankInfo()
+    # Other tests play a GPU in this process, which is there to count and not available.
+    assert System().primary_node.num_gpus == torch.cuda.device_count()
+    monkeypatch.setenv("FLASHPOINT_NUM_GPUS", "3")
+    system = System()
+    assert (system.nnodes, system.primary_node.num_gpus) == (1, 3)
+    assert system.primary_node.hostname == socket.gethostname()
+    assert system.gpu_policies() == [Policy((gpu,), 0) for gpu in range(3)]
+    for name, look in (("FLASHPOINT_RESTARTED", lambda: System().restarted), ("FLASHPOINT_NUM_GPUS", System)):
+        monkeypatch.setenv(name, "perhaps")
+        with pytest.raises(InvalidArgumentError, match=name):
+            look()
+
+
+# ---- barriers --------------------------------------------------------------------------------------------------------
+
+
+def test_threads_pass_a_barrier_together() -> None:
+    passed: list[int] = []
+    with barrier_of(3) as barrier:
+        for meeting in range(3):
+            indices = in_threads(3, lambda _: (barrier.wait(timeout=DEADLINE_S), passed.append(0))[0])
+            assert sorted(indices) == [0, 1, 2]
+            assert len(passed) == 3 * (meeting + 1)
+
+
+def test_one_who_gives_up_breaks_the_barrier_until_it_is_reset() -> None:
+    with barrier_of(2) as barrier:
+        with pytest.raises(DDictTimeoutError, match="barrier"):
+            barrier.wait(timeout=0.05)
+        wait_until(lambda: barrier.broken, "the end of the connection to be heard")
+        with pytest.raises(BarrierBrokenError):
+            barrier.wait(timeout=DEADLINE_S)
+        with pytest.raises(threading.BrokenBarrierError):
+            barrier.wait(timeout=DEADLINE_S)
+        barrier.reset()
+        assert not barrier.broken
+        assert sorted(in_threads(2, lambda _: barrier.wait(timeout=DEADLINE_S))) == [0, 1]
+
+
+def test_an_abort_is_told_to_those_who_wait() -> None:
+    with barrier_of(3) as barrier:
+
+        def wait_or_abort(index: int) -> object:
+            if index < 2:
+                return barrier.wait(timeout=DEADLINE_S)
+            wait_until(lambda: barrier.n_waiting == 2, "two waiting")
+            return barrier.abort("enough")
+
+        first, second, _ = in_threads(3, wait_or_abort)
+        assert isinstance(first, BarrierBrokenError)
+        assert isinstance(second, BarrierBrokenError)
+        assert "enough" in str(first)
+
+
+def test_a_closed_barrier_is_gone_for_all_handles() -> None:
+    with barrier_of(2) as barrier:
+        copy = pickle.loads(pickle.dumps(barrier))
+        assert (copy.parties, copy.n_waiting) == (2, 0)
+        barrier.close()
+        with pytest.raises(DDictDestroyedError):
+            copy.wait(timeout=DEADLINE_S)
+
+
+def test_a_question_without_an_answer_in_time_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with barrier_elsewhere(tmp_path) as (maker, barrier):
+
+        def meet() -> None:
+            other = threading.Thread(target=barrier.wait, args=(DEADLINE_S,))
+            other.start()
+            assert barrier.wait(DEADLINE_S) in (0, 1)
+            other.join(DEADLINE_S)
+
+        meet()  # so this process has connections that have waited
+        suspend(maker.pid)
+        with monkeypatch.context() as patched:
+            patched.setattr(native_barrier, "_REPLY_S", 0.1)
+            for ask in (lambda: barrier.n_waiting, lambda: barrier.broken, barrier.reset):
+                with pytest.raises(DDictTimeoutError, match="did not answer"):
+                    ask()
+        maker.send_signal(signal.SIGCONT)
+        assert (barrier.n_waiting, barrier.broken) == (0, False)
+        meet()
+
+
+def test_a_barrier_of_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    with barrier_elsewhere(tmp_path) as (maker, barrier):
+        assert barrier.n_waiting == 0
+        maker.kill()
+        maker.wait(DEADLINE_S)
+        assert list(tmp_path.iterdir()) == []
+        with pytest.raises(DDictDestroyedError):
+            barrier.wait(timeout=DEADLINE_S)
+
+
+def test_strangers_and_nonsense_disturb_nobody() -> None:
+    with barrier_of(2) as barrier:
+        for greeting in (b"wrong\n", b'{"op": "abort"}\n', bytes(10_000), b"\n" * 100):
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(barrier._address[1])
+                with contextlib.suppress(OSError):
+                    stranger.sendall(greeting)
+                    stranger.shutdown(socket.SHUT_WR)
+                    assert stranger.recv(100) == b""
+        with Connection(barrier._address, barrier._secret, BARRIERS, connect_timeout_s=DEADLINE_S) as confused:
+            for op, fields in (("abort", {}), ("dance", {})):
+                with pytest.raises(ProtocolError):
+                    confused.request(op, fields, timeout_s=DEADLINE_S)
+        with pytest.raises(AuthenticationError):
+            Connection(barrier._address, b"another secret of a barrier", BARRIERS, connect_timeout_s=DEADLINE_S)
+        assert not barrier.broken
+        assert sorted(in_threads(2, lambda _: barrier.wait(timeout=DEADLINE_S))) == [0, 1]

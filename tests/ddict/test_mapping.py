@@ -1,4 +1,4 @@
-"""The dictionary as a mapping, with managers in processes of their own; and several who write at once."""
+"""The dictionary as a mapping, several who write at once, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,22 @@ import numpy as np
 import pytest
 import torch
 
-from ml_flashpoint.ddict import DDict, Unreadable
-from ml_flashpoint.ddict.client import values
+from ml_flashpoint import ddict
+from ml_flashpoint.ddict import DDict, PosixCheckpointPersister, Unreadable
 from ml_flashpoint.ddict.errors import (
+    REQUESTS,
     DDictError,
+    DDictFullError,
     DDictKeyError,
+    DDictManagerLostError,
+    DDictPersistError,
+    DDictReadOnlyError,
     DDictTimeoutError,
-    StaleValueError,
 )
+from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.format.errors import InvalidArgumentError
-from tests.ddict.dictionary.support import BIG, Make, other
+from ml_flashpoint.ranks.strategies import Topology
+from tests.ddict.support import BIG, Make, other
 from tests.support.dictionaries import (
     DEADLINE_S,
 )
@@ -35,24 +41,6 @@ from tests.support.processes import child_environment
 from tests.workers import ddict_handles
 
 # ---- the mapping ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("key", [0, "text", b"bytes", None, 1.5, (1, ("a", None)), frozenset({1, 2})], ids=repr)
-def test_keys_of_any_kind(d: DDict, key: Any) -> None:
-    d[key] = 1
-
-    assert key in d
-    assert d.keys() == [key]
-    del d[key]
-    assert key not in d
-
-
-def test_keys_that_are_equal_are_one(d: DDict) -> None:
-    d[1] = "one"
-    d[True] = "true"
-    d[1.0] = "float"
-
-    assert d.items() == [(1, "float")]
 
 
 def test_a_key_that_is_not_there(d: DDict) -> None:
@@ -255,27 +243,26 @@ def test_a_batch_is_seen_when_it_ends(d: DDict) -> None:
     assert d["big"].sum() == BIG
 
 
-@pytest.mark.parametrize("overtake", ["pop", "setdefault", "fetch_add", "pput", "delete", "bput"])
-def test_what_does_not_wait_comes_after_what_waits_in_a_batch(d: DDict, overtake: str) -> None:
+@pytest.mark.parametrize(
+    ("overtake", "left"),
+    [
+        (lambda d: d.pop("key"), None),
+        (lambda d: d.__delitem__("key"), None),
+        (lambda d: d.setdefault("key", 2), 1),
+        (lambda d: d.fetch_add("key", 2), 3),
+        (lambda d: d.pput("key", 3), 3),
+        (lambda d: d.bput("key", 3), 3),
+    ],
+)
+def test_what_does_not_wait_comes_after_what_waits_in_a_batch(
+    d: DDict, overtake: Callable[[DDict], object], left: int | None
+) -> None:
     d.start_batch_put()
     d["key"] = 1
-    if overtake == "pop":
-        assert d.pop("key") == 1
-    elif overtake == "setdefault":
-        assert d.setdefault("key", 2) == 1
-    elif overtake == "fetch_add":
-        assert d.fetch_add("key", 2) == 1
-    elif overtake == "pput":
-        d.pput("key", 3)
-    elif overtake == "bput":
-        d.bput("key", 3)
-    else:
-        del d["key"]
+    overtake(d)
     d.end_batch_put()
 
-    assert (
-        d.get("key") == {"pop": None, "setdefault": 1, "fetch_add": 3, "pput": 3, "bput": 3, "delete": None}[overtake]
-    )
+    assert d.get("key") == left
 
 
 def test_a_batch_goes_before_its_handle_moves_on(d: DDict) -> None:
@@ -324,34 +311,6 @@ def test_views_outlive_the_dictionary(make: Make) -> None:
     dictionary.destroy()
 
     assert torch.equal(view, torch.arange(BIG))
-
-
-def test_a_large_value_that_is_deleted_while_all_are_read_is_left_out(
-    d: DDict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = other(d)
-    d["gone"] = torch.ones(BIG)
-    d["there"] = 1
-
-    def delete_before(*args: Any, **named: Any) -> Any:
-        monkeypatch.undo()
-        del writer["gone"]
-        raise StaleValueError("its slot is another value's by now")
-
-    monkeypatch.setattr(values, "read_value", delete_before)
-    assert d.items() == [("there", 1)]
-
-
-def test_what_others_write_while_an_update_fails_is_there(d: DDict) -> None:
-    def items() -> Iterator[tuple[str, int]]:
-        yield "half an update", 1
-        with ThreadPoolExecutor(1) as another:
-            another.submit(d.put, "of another thread", 2).result(DEADLINE_S)
-        raise RuntimeError("it has no more")
-
-    with pytest.raises(RuntimeError):
-        d.update(items())
-    assert d["of another thread"] == 2
 
 
 # ---- several at once --------------------------------------------------------------------------------------
@@ -443,3 +402,201 @@ def test_waiting_for_a_value(d: DDict) -> None:
         d.wait_for("key", 4, timeout=0.1)
     assert 0.1 <= time.monotonic() - began < 10
     writing.join()
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------
+
+
+def test_a_frozen_dictionary_refuses_writes_of_all_handles(d: DDict) -> None:
+    colleague = other(d)
+    d["key"] = 1
+    colleague.freeze()
+    try:
+        assert d.is_frozen
+        writes: list[Callable[[], Any]] = [
+            lambda: d.put("key", 2),
+            lambda: d.put("big", torch.ones(BIG)),
+            lambda: d.pput("key", 2),
+            lambda: d.bput("key", 2),
+            lambda: d.update(key=2),
+            lambda: d.pop("key"),
+            lambda: d.clear(),
+            lambda: d.fetch_add("key"),
+            lambda: d.setdefault("new", 2),
+        ]
+        for write in writes:
+            with pytest.raises(DDictReadOnlyError, match="frozen"):
+                write()
+        assert d["key"] == 1
+    finally:
+        d.unfreeze()
+    assert not colleague.is_frozen
+    colleague["key"] = 2
+    assert d["key"] == 2
+
+
+def test_a_read_only_dictionary_replays_what_was_persisted(make: Make, tmp_path: Path) -> None:
+    persisted = {"persister_class": PosixCheckpointPersister, "persist_path": str(tmp_path), "name": "replayed"}
+    writer = make(persist_freq=1, persist_count=-1, working_set_size=2, **persisted)
+    for number in range(3):
+        writer["key"], writer["big"] = number, torch.full((BIG,), float(number))
+        writer.checkpoint()
+    writer.destroy()
+    reader = make(2, read_only=True, restore_from=0, **persisted)
+
+    assert reader.persisted_ids() == [0, 1, 2]
+    assert [reader["key"], reader.advance(), reader["key"], reader.advance(), reader["big"].sum()] == [
+        0,
+        1,
+        1,
+        2,
+        2 * BIG,
+    ]
+    with pytest.raises(DDictPersistError):
+        reader.advance()
+    for write in (lambda: reader.put("key", 1), lambda: reader.pop("key"), reader.clear, lambda: reader.pput("a", 1)):
+        with pytest.raises(DDictReadOnlyError):
+            write()
+    assert reader["key"] == 2
+
+
+def test_a_full_dictionary_refuses_and_has_room_again(make: Make) -> None:
+    dictionary = make(1, 1, 4 << 20, working_set_size=1)
+    big, small = torch.ones(BIG), bytes(100_000)
+    with pytest.raises(DDictFullError) as raised:
+        any(dictionary.put(number, big) for number in range(100))
+    assert raised.value.manager == 0
+    with pytest.raises(DDictFullError):
+        any(dictionary.put(number, small) for number in range(1000, 1100))
+    kept = [key for key in dictionary if key < 1000]
+    assert len(kept) >= 2
+    assert all(dictionary[key].sum() == BIG for key in kept)
+    dictionary.clear()
+    del kept
+
+    for _ in range(8):
+        dictionary["again"] = torch.ones(BIG)
+
+    assert dictionary.stats()[0].used_bytes < 3 << 20
+
+
+@pytest.mark.parametrize("elements", [BIG, 6 * BIG])
+def test_a_full_dictionary_takes_what_is_written_over(make: Make, elements: int) -> None:
+    dictionary = make(1, 1, 10 << 20)
+    with pytest.raises(DDictFullError):
+        any(dictionary.put(number, torch.ones(elements)) for number in range(100))
+    with pytest.raises(DDictFullError):
+        any(dictionary.put(f"small {number}", bytes(100_000)) for number in range(100))
+
+    dictionary[0] = torch.full((elements,), 2.0)
+    dictionary["small 0"] = bytes(99_999)
+    assert dictionary[0].sum() == 2 * elements
+    with pytest.raises(DDictFullError):
+        dictionary["more"] = bytes(100_000)
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_keys_and_deletions_take_room(make: Make, deletes: bool) -> None:
+    dictionary = make(1, 1, 2 << 20, working_set_size=2)
+    dictionary.checkpoint()  # to where deletions are remembered
+    done = []
+
+    def fill() -> None:
+        for number in range(1000):
+            dictionary[f"{number:50000}"] = number
+            if deletes:
+                del dictionary[f"{number:50000}"]
+            done.append(number)
+
+    with pytest.raises(DDictFullError):
+        fill()
+    assert 20 <= len(done) <= 42
+
+
+def test_a_batch_that_finds_no_room_is_not_lost_without_a_word(make: Make) -> None:
+    dictionary = make(1, 1, 1 << 20)
+    dictionary.start_batch_put()
+    for number in range(10):
+        dictionary[number] = bytes(200_000)
+    for _ in range(2):
+        with pytest.raises(DDictFullError):
+            dictionary.checkpoint()
+    assert dictionary.checkpoint_id == 0
+    dictionary.clear()
+    assert dictionary.checkpoint() == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("managers_per_node", 0),
+        ("n_nodes", 1.5),
+        ("total_mem", 100),
+        ("working_set_size", 0),
+        ("wait_for_keys", 1),
+        ("total_mem", 1 << 45),
+        ("wait_for_writers", "yes"),
+        ("persister_class", 5),
+        ("persist_freq", -1),
+        ("persist_count", -2),
+        ("persist_path", 7),
+        ("name", None),
+        ("timeout", 0),
+        ("timeout", float("nan")),
+        ("read_only", None),
+        ("restore_from", -1),
+        ("replication", "triangle"),
+        ("runtime", "dragon"),
+    ],
+)
+def test_a_bad_argument_is_named_with_its_value(argument: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        DDict(**{argument: value})
+
+    assert argument in str(raised.value)
+    assert repr(value) in str(raised.value)
+
+
+def test_persisting_needs_a_persister(d: DDict) -> None:
+    with pytest.raises(DDictPersistError):
+        d.persist()
+    with pytest.raises(DDictPersistError):
+        d.restore(0)
+    with pytest.raises(DDictPersistError):
+        d.advance()
+    assert d.persisted_ids() == []
+
+
+@pytest.mark.parametrize("manager", [-1, 2, "0", True])
+def test_a_manager_that_there_is_not(d: DDict, manager: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="manager"):
+        d.manager(manager)
+
+
+# ---- what a dictionary is made with ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ring", "pairwise", "clique"])
+@pytest.mark.parametrize("managers_per_node", [1, 3])
+@pytest.mark.parametrize("nodes", [2, 3, 4])
+def test_each_strategy_that_has_a_name_survives_a_node(name: str, managers_per_node: int, nodes: int) -> None:
+    strategy = Options(managers_per_node, nodes, replication=name).make_strategy()
+    topology = Topology(tuple(f"node-{node}" for node in range(nodes) for _ in range(managers_per_node)))
+    assert strategy.survivable_losses(topology) >= 1
+
+
+@pytest.mark.parametrize("retryable", [True, False])
+def test_whether_to_try_again_is_what_the_manager_says(retryable: bool) -> None:
+    error = DDictManagerLostError("gone", manager=3)
+    error.retryable = retryable
+    rebuilt = REQUESTS.rebuild(REQUESTS.describe(error))
+    assert isinstance(rebuilt, DDictManagerLostError)
+    assert rebuilt.retryable is retryable
+
+
+def test_all_that_is_exported_is_there() -> None:
+    other_names = {"NULLCheckpointPersister": "NullCheckpointPersister"}
+    assert all(getattr(ddict, name).__name__ == other_names.get(name, name) for name in ddict.__all__)

@@ -8,13 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from ml_flashpoint.ddict import DDict
-from ml_flashpoint.ddict.errors import (
-    DDictError,
-    DDictTimeoutError,
-)
-from tests.support.dictionaries import (
-    await_that,
-)
+from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
+from tests.support.dictionaries import await_that
 
 BIG = 300_000  # elements of a float32 tensor that does not fit into a message
 WORKING_SET = 4
@@ -44,3 +39,13 @@ def waits_in_vain(
 def other(dictionary: DDict) -> DDict:
     """Another handle of this process, at the same checkpoint."""
     return copy.copy(dictionary)
+
+
+def key_of(dictionary: DDict, manager: int = 0) -> str:
+    """Return a key of a manager."""
+    return next(key for key in map(str, range(100)) if dictionary.which_manager(key) == manager)
+
+
+def keys_of_all(dictionary: DDict) -> list[str]:
+    """Return a key of each manager."""
+    return [key_of(dictionary, manager) for manager in range(dictionary._configuration.managers)]

@@ -1,4 +1,4 @@
-"""The save that is due at the last batch of a training, and going on from it with more epochs."""
+"""Trainings that go on from wherever they were ended: with more epochs, and after modules were unfrozen."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("lightning")
 
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging
+from torch import nn
 from torch.utils.data import DataLoader
 
 from ml_flashpoint.adapter.lightning import FlashpointCallback
@@ -30,26 +31,6 @@ class Shuffled(Model):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-
-def fit_shuffled(folder: Path, ours: FlashpointCallback | None, epochs: int) -> torch.Tensor:
-    torch.manual_seed(7)
-    model = Shuffled()
-    batches = DataLoader(torch.arange(6.0).unsqueeze(1), shuffle=True)
-    fit(folder, ours, model=model, batches=batches, max_steps=-1, max_epochs=epochs)
-    return model.layer.weight
-
-
-def test_a_trainer_that_is_given_more_epochs_goes_on_from_the_end(tmpfs: Path, tmp_path: Path) -> None:
-    expected = fit_shuffled(tmp_path, None, 4)
-    ours = FlashpointCallback(tmpfs / "job", strict=True)
-    fit_shuffled(tmp_path, ours, 2)
-    weight = fit_shuffled(tmp_path, ours, 4)
-    assert ours.flashpoint is not None
-    assert ours.flashpoint.last_recovery is not None
-    assert ours.flashpoint.last_recovery.version == "step-12_ckpt"
-    assert torch.equal(weight, expected)
-    assert ours.flashpoint.last_saved == 24
 
 
 class Placed:
@@ -115,3 +96,54 @@ def test_averages_are_not_saved_in_place_of_parameters(tmpfs: Path, tmp_path: Pa
     fit(tmp_path, ours, callbacks=[EMAWeightAveraging(decay=0.5)], max_steps=6)
     assert ours.flashpoint is not None
     assert ours.flashpoint.last_saved == 5
+
+
+BATCHES, EPOCHS, UNFROZEN_IN = 6, 4, 1
+
+
+class Crash(Exception):
+    pass
+
+
+class Unfreezing(LightningModule):
+    def __init__(self, crash_at: int | None) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(2, 3), nn.GELU(), nn.Linear(3, 3))
+        self.head = nn.Linear(3, 1)
+        self.crash_at = crash_at
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step == self.crash_at:
+            raise Crash
+        loss: torch.Tensor = self.head(self.backbone(batch + self.trainer.global_step)).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam((each for each in self.parameters() if each.requires_grad), lr=0.01)
+
+
+def live(folder: Path, seed: int, crash_at: int | None = None) -> dict[str, Any]:
+    """One life of a job; at its end, what is trained, how, and the parameters."""
+    torch.manual_seed(seed)
+    model, ours = Unfreezing(crash_at), FlashpointCallback(folder / "job", every_n_steps=1, strict=True)
+    unfreezes = BackboneFinetuning(UNFROZEN_IN, lambda epoch: 1.5, backbone_initial_ratio_lr=0.1, train_bn=False)
+    options = {"model": model, "batches": DataLoader(torch.ones(BATCHES, 2)), "max_steps": -1, "max_epochs": EPOCHS}
+    try:
+        trainer = fit(folder, ours, callbacks=[unfreezes], **options)
+    except Crash:
+        return {}
+    (optimizer,) = trainer.optimizers
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        "trained": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
+        "groups": [([names[each] for each in group["params"]], group["lr"]) for group in optimizer.param_groups],
+        "parameters": [parameter.tolist() for parameter in model.parameters()],
+    }
+
+
+@pytest.mark.parametrize("crash_at", [3, 2 * BATCHES + 3])
+def test_a_crash_before_or_after_unfreezing_changes_nothing(tmpfs: Path, crash_at: int) -> None:
+    undisturbed = live(tmpfs / "undisturbed", seed=1)
+    assert [len(names) for names, _ in undisturbed["groups"]] == [2, 4]
+    live(tmpfs / "resumed", 1, crash_at)
+    assert live(tmpfs / "resumed", seed=2) == undisturbed

@@ -152,6 +152,18 @@ def test_a_round_begins_as_many_saves_later_as_a_rank_is_ahead_wherever_the_last
     assert rounds.decide(_late(640, 3)) == 431 + 23 * 10
 
 
+def test_a_round_is_given_up_for_a_save_that_is_waited_for_ever_more_seldom_where_that_spoils_it() -> None:
+    rounds = _Rounds()
+    rounds.call(10, 20)
+    first = rounds.decide(_late(10, 9))
+    for step, while_s in ((30, 0.05), (40, 0.1), (50, 0.2)):
+        rounds.call(step)
+        assert rounds.decide(idle_s=0.99 * while_s) is None
+        assert rounds.decide(idle_s=while_s) == step
+        assert rounds.decide(_late(step, 9)) == first
+        first = rounds.decide(_late(step + 80, 2))
+
+
 def test_a_rank_without_a_part_of_the_rounds_save_keeps_that_of_the_round_that_was_given_up() -> None:
     member = Member(Verdict(4, (), SaveId(1, 60)), keep=Keep(1))
     for step in (40, 50, 60):

@@ -18,6 +18,8 @@ without a call, the leader passes over older explicit saves if some rank has ans
 Else it gives the round up for the newest explicit save. If that one is lost, the round that was given up goes on: a
 program that only trains for longer than a moment would otherwise have every round given up before its save comes. A
 rank that has no part of the round's save keeps its part of the round that was given up meanwhile, in the same slot.
+Where a rank comes too late for such a round all the same, the moment was too short: it doubles, and each success halves
+it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ NOTHING = SaveId(0, 0)
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _IDLE_S = 0.05
 """After so long without a save, rank 0's program may be waiting for one."""
-_MOST_LOST = 16
+_MOST_LOST, _MOST_DOUBLINGS = 16, 10
 
 
 class Fate(enum.Enum):
@@ -252,6 +254,8 @@ class Leader:
         offset: saves by which this round began later than that; negative if rank 0 had called its save before.
         given_up: `Verdict.first` of the round that was given up for an explicit save, and is to go on; `NOTHING` if
             there is none.
+        spoilt: rounds that were given up, and then came too late for a rank; one less after each success. Each doubles
+            the time without a call after which a round is given up.
         lost: saves that some rank has no part of, newer than the newest verified one. No round begins with one.
         tries: rounds in a row that began about the save of the round before, because that one had no result.
         due_after: step of the last save that was due to be persisted, or that the run goes on from.
@@ -264,6 +268,7 @@ class Leader:
     slack: int = 0
     offset: int = 0
     given_up: SaveId = NOTHING
+    spoilt: int = 0
     lost: set[SaveId] = field(default_factory=set)
     tries: int = 0
     due_after: int = 0
@@ -307,7 +312,7 @@ class Leader:
         some ranks decide then."""
         verdict = self.member.verdict
         waited = (save < verdict.first and save not in verdict.lost for save in self.member.explicit)
-        return idle_s >= _IDLE_S and any(waited)
+        return idle_s >= _IDLE_S * 2 ** min(self.spoilt, _MOST_DOUBLINGS) and any(waited)
 
     def _go_back(self, old: Verdict, found: Sequence[Answer], idle_s: float) -> Verdict | None:
         """Return the verdict by which an open round passes over explicit saves, or ends for one; None to leave it."""
@@ -347,13 +352,14 @@ class Leader:
         if is_repeat and self.tries and since_s < pause_s:
             return None
         self.lost |= lost
+        self.spoilt += bool(late and old.first == self.given_up)
         self.given_up = first if first == self.given_up else NOTHING
         self.slack, self.tries = slack, self.tries + 1 if is_repeat else 0
         return old._replace(number=old.number + 1, first=first, lost=self._explicit(old.newest)[1])
 
     def _verify(self, old: Verdict, save: SaveId, persister_is_busy: bool) -> Verdict:
         """Return the verdict that lists a save."""
-        self.slack, self.tries, self.given_up = self.slack // 2, 0, NOTHING
+        self.slack, self.spoilt, self.tries, self.given_up = self.slack // 2, max(self.spoilt - 1, 0), 0, NOTHING
         self.lost = {each for each in self.lost if each > save}
         parts = [each for each, is_committed in self.member.parts.items() if is_committed and each not in self.lost]
         held = [each for each in parts if each > save and each >= self.member.highest]

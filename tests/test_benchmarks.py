@@ -1,8 +1,11 @@
-"""`make bench`: a peer's failure is a row with its reason, and nothing is left behind, however a run ends."""
+"""`make bench` and its kin: a peer's failure is a row with its reason, nothing is left behind, and pages say what is
+measured."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -15,10 +18,19 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import loop, peers
-from benchmarks.timing import Memcpy, Result, of_peer
+from benchmarks import loop, page, peers
+from benchmarks.cuda import __main__ as on_gpus
+from benchmarks.cuda.report import TINY, Row, Run, carried_out
+from benchmarks.rivals import environments, running
+from benchmarks.rivals.catalogue import KINDS
+from benchmarks.rivals.kinds import Kind
+from benchmarks.rivals.loops import LOOPS
+from benchmarks.tables import TABLES
+from benchmarks.timing import Memcpy, Result
 from tests.support.forked import Report, call, wait_until
 from tests.support.processes import child_environment
+
+# ---- peers -----------------------------------------------------------------------------------------------------
 
 TENSORS = 400
 
@@ -38,8 +50,7 @@ def rows_with_few_descriptors(report: Report, folder: Path) -> tuple[list[Result
 @pytest.mark.slow
 def test_a_peer_that_runs_out_of_descriptors_is_a_row_with_the_reason(tmpfs: Path) -> None:
     rows, left = call(rows_with_few_descriptors, tmpfs / "peers")
-    measured = [row.case for row in rows if row.runs]
-    assert measured == [
+    assert [row.case for row in rows if row.runs] == [
         "torch.save",
         "torch.load(mmap=False)",
         "safetensors save_file",
@@ -51,17 +62,6 @@ def test_a_peer_that_runs_out_of_descriptors_is_a_row_with_the_reason(tmpfs: Pat
     assert row.note.startswith("failed: RuntimeError: ")
     assert "Too many open files" in row.note
     assert left == [], "what the peer held is free, and its files can be removed"
-
-
-def test_rows_before_a_failure_stay() -> None:
-    made = Result("state", "case", 1.0, 1.0, 1.0, None, 5)
-
-    def rows() -> Iterator[Result]:
-        yield made
-        raise ValueError("no room\nand more")
-
-    failed = Result("state", "other", 0.0, 0.0, 0.0, None, 0, note="failed: ValueError: no room")
-    assert list(of_peer("state", "other", rows())) == [made, failed]
 
 
 def test_a_peer_that_fails_in_a_loop_leaves_the_others_measured(tmpfs: Path) -> None:
@@ -102,3 +102,130 @@ def test_nothing_is_left_however_it_ends(tmpfs: Path, how: str) -> None:
     assert parent.returncode == ended[how]
     assert list(tmpfs.iterdir()) == []
     wait_until(lambda: not psutil.pid_exists(left), "the process that it left has ended", 60)
+
+
+# ---- docs/benchmarks.md ----------------------------------------------------------------------------------------
+
+MACHINE = {"processor": "EPYC", "cores": 2, "torch": "2.13.0", "taken": "2026-11-24 10:00", "load": 0.5}
+
+
+def _row(case: str, seconds: float) -> dict[str, Any]:
+    return {"state": "Lightning, Adam", "case": case, "seconds": seconds, "ratio": 0.5, "runs": 5, "note": ""}
+
+
+RUNS: list[dict[str, Any]] = [
+    {
+        "command": "make bench",
+        "machine": MACHINE,
+        "rows": [_row("ours: FlashpointCallback, blocked", 0.5), _row("AsyncCheckpointIO, blocked", 1.25)],
+    }
+]
+
+
+def test_the_page_is_what_the_rows_give() -> None:
+    text = (page.DOCS / "benchmarks.json").read_text(encoding="utf-8")
+    written = (page.DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    assert page.main(["--check"]) == 0, "python -m benchmarks.page writes it anew"
+    assert page.as_text(json.loads(text)["runs"]) == text
+    assert set(re.findall(r"<!-- table: ([\w-]+) -->", written)) == set(TABLES)
+
+
+def test_a_table_tells_what_it_was_taken_on_and_a_row_that_is_missing_is_named() -> None:
+    shown = page.rendered("a\n<!-- table: lightning -->\nold\n<!-- end -->\nb\n", RUNS)
+    assert shown.splitlines() == [
+        "a",
+        "<!-- table: lightning -->",
+        "| case | median ms | × memcpy |",
+        "|---|---|---|",
+        "| ours: `FlashpointCallback` | 500 | 0.50 |",
+        "| `ModelCheckpoint`'s save with `AsyncCheckpointIO` | 1,250 | 0.50 |",
+        "",
+        "*2026-11-24 10:00, 2 cores of EPYC, torch 2.13.0, load 0.5: `make bench`*",
+        "<!-- end -->",
+        "b",
+    ]
+    with pytest.raises(KeyError, match="FlashpointCallback"):
+        page.rendered("<!-- table: lightning -->\n<!-- end -->", [])
+
+
+def test_a_new_run_replaces_rows_of_older_ones_and_nothing_else() -> None:
+    taken = {"machine": MACHINE, "rows": [_row("AsyncCheckpointIO, blocked", 2.0)]}
+    after = page.with_run(RUNS, taken, "make bench again")
+    assert [[row["seconds"] for row in run["rows"]] for run in after] == [[0.5], [2.0]]
+    assert [run["command"] for run in after] == ["make bench", "make bench again"]
+    assert [run["command"] for run in page.with_run(after, {**taken, "rows": RUNS[0]["rows"]}, "all")] == ["all"]
+    of_a_gpu = {"section": "saves", "case": "held", "seconds": 0.1}
+    (run,) = page.with_run([], {"machine": {"name": "H100"}, "rows": [of_a_gpu]}, "make bench-cuda")
+    assert run["rows"] == [{"state": "GPU, saves", "case": "held", "seconds": 0.1}]
+
+
+# ---- on a GPU, tried on the CPU --------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.slow
+def test_all_sections_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = tmp_path / "rows.json"
+    assert on_gpus.main(["--device", "cpu", "--tiny", "--json", str(found)]) == 0
+    content = json.loads(found.read_text())
+    assert content["machine"]["torch"] == torch.__version__
+    rows = content["rows"]
+    assert {row["section"] for row in rows} == {"floors", "memory", "copies", "saves", "loads", "training", "peers"}
+    for row in rows:
+        assert row["low"] <= row["seconds"] <= row["high"]
+        assert row["runs"] or row["note"].startswith("left out"), row
+        assert row["gb_s"] is None or row["gb_s"] > 0
+    printed = capsys.readouterr().out.splitlines()
+    assert sum(row["section"] in line for row, line in zip(rows, printed, strict=False)) == len(rows)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a device")
+def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert on_gpus.main([]) == 0
+    assert "skipped: there is no CUDA device" in capsys.readouterr().out
+
+
+def test_a_section_that_fails_is_told_of_and_no_time_is_overrun() -> None:
+    def fine(run: Run) -> Iterator[Row]:
+        yield run.measure("fine", "one", lambda: 0.5, 10**9, runs=3)
+        yield run.measure("fine", "other", lambda: 1.0, 10**9, floor="one", runs=1)
+
+    def broken(run: Run) -> Iterator[Row]:
+        yield run.measure("broken", "first", lambda: None)
+        raise ValueError("no such memory")
+
+    rows = list(carried_out(Run(CPU, TINY, 60.0), {"broken": broken, "fine": fine}))
+    assert [row.note for row in rows if row.section == "broken"] == ["", "failed: ValueError: no such memory"]
+    one, other = (row for row in rows if row.section == "fine")
+    assert (one.seconds, one.gb_s, one.runs, other.of_floor) == (0.5, 2.0, 3, 0.5)
+    rows = list(carried_out(Run(CPU, TINY, 0.0), {"fine": fine}))
+    assert [(row.runs, row.note) for row in rows] == [(0, "left out: no time was left")]
+
+
+# ---- beside others ---------------------------------------------------------------------------------------------
+
+
+def test_a_rival_that_cannot_be_run_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environments, "FOLDER", tmp_path)
+    kind = Kind("other", "other", "nowhere:Other", "other==1.0")
+    (row,) = running.results(0.001, 1, (kind,), ("long",))
+    assert (row.runs, row.label, row.note) == (0, "other", "skipped: its environment is not made: make bench-peers")
+    (tmp_path / "other").mkdir()
+    state = f'{{"package": "{environments.TORCH} other==1.0", "reason": "pip: no such thing"}}'
+    (tmp_path / "other" / "reason.json").write_text(state)
+    (row,) = running.results(0.001, 1, (kind,), ("long",))
+    assert row.note == "skipped: pip: no such thing"
+
+
+@pytest.mark.slow
+def test_ours_and_torch_save_in_both_loops() -> None:
+    kinds = tuple(kind for kind in KINDS if kind.name in ("ours", "torch-save"))
+    rows = list(running.results(0.001, 1, kinds))
+    assert [row.state for row in rows] == [f"rivals, {each} steps" for each in LOOPS for _ in range(2)]
+    for row in rows:
+        assert row.note == ""
+        assert 0 < row.low_s <= row.seconds <= row.high_s
+        assert 0 < row.slowdown[1] <= row.slowdown[0] <= row.slowdown[2]
+        assert row.stored >= row.nbytes > 0
+        assert row.label in row.line()

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -14,7 +13,6 @@ from torch.distributed.run import get_args_parser
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.format.errors import UnsafePathError
 from tests.support.processes import REPOSITORY, child_environment
-from tests.test_guides import blocks_of
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with mkdocs, which environments of the matrix lack")
 
@@ -29,81 +27,72 @@ esac
 """
 
 
-@pytest.fixture(scope="module")
-def objects() -> dict[str, Any]:
-    (manifest,) = blocks_of("kubernetes.md", "yaml")
-    return {f"{each['kind']}/{each['metadata']['name']}": each for each in yaml.safe_load_all(manifest)}
+def blocks_of(page: str, language: str) -> list[str]:
+    text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+class Manifest:
+    """What docs/kubernetes.md has users submit."""
+
+    def __init__(self) -> None:
+        (text,) = blocks_of("kubernetes.md", "yaml")
+        self.objects = {f"{each['kind']}/{each['metadata']['name']}": each for each in yaml.safe_load_all(text)}
+        self.set = self.objects["JobSet/train"]["spec"]
+        (self.workers,) = self.set["replicatedJobs"]
+        self.job = self.workers["template"]["spec"]
+        self.pod = self.job["template"]["spec"]
+        (self.container,) = self.pod["containers"]
+        self.options = get_args_parser().parse_args(self.container["args"])
 
 
 @pytest.fixture(scope="module")
-def pod(objects: dict[str, Any]) -> dict[str, Any]:
-    (workers,) = objects["JobSet/train"]["spec"]["replicatedJobs"]
-    template: dict[str, Any] = workers["template"]["spec"]["template"]
-    return template["spec"]
+def manifest() -> Manifest:
+    return Manifest()
 
 
-def _bytes(quantity: str) -> int:
-    assert quantity.endswith("Gi")
-    return int(quantity[:-2]) << 30
-
-
-def test_a_pods_memory_stays_when_its_container_ends(objects: dict[str, Any], pod: dict[str, Any]) -> None:
-    (workers,) = objects["JobSet/train"]["spec"]["replicatedJobs"]
-    job = workers["template"]["spec"]
-    assert objects["JobSet/train"]["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
-    assert (job["completionMode"], workers["replicas"]) == ("Indexed", 1)
-    assert pod["restartPolicy"] == "OnFailure"
-    assert job["backoffLimit"] >= 100
+def test_a_pods_memory_stays_when_its_container_ends_and_has_the_base_container(manifest: Manifest) -> None:
+    pod, container = manifest.pod, manifest.container
+    assert manifest.objects["JobSet/train"]["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    assert (manifest.job["completionMode"], manifest.workers["replicas"]) == ("Indexed", 1)
+    assert (pod["restartPolicy"], manifest.job["backoffLimit"] >= 100) == ("OnFailure", True)
+    assert pod["terminationGracePeriodSeconds"] > _GRACE_S
+    assert all(each["effect"] == "NoExecute" and each["tolerationSeconds"] < 300 for each in pod["tolerations"])
     memory = next(each for each in pod["volumes"] if each["name"] == "memory")["emptyDir"]
     assert memory["medium"] == "Memory"
-    (container,) = pod["containers"]
     resources = container["resources"]
     assert resources["requests"] == resources["limits"]
-    assert _bytes(resources["limits"]["memory"]) > _bytes(memory["sizeLimit"]), (
-        "what is written counts as the container's"
-    )
-    assert pod["terminationGracePeriodSeconds"] > _GRACE_S
-    for toleration in pod["tolerations"]:
-        assert toleration["effect"] == "NoExecute"
-        assert toleration["tolerationSeconds"] < 300
-
-
-def test_the_base_container_is_in_that_memory(pod: dict[str, Any]) -> None:
-    (container,), (first,) = pod["containers"], pod["initContainers"]
-    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
-    base = Path(container["args"][-1])
-    assert base.is_relative_to(mounts["memory"])
-    assert base != Path(mounts["memory"]), "a base container is no mount point"
-    assert first["command"] == ["chmod", "1777", mounts["memory"]]
+    has, may_fill = (int(each.removesuffix("Gi")) for each in (resources["limits"]["memory"], memory["sizeLimit"]))
+    assert has > may_fill, "what is written counts as the container's"
+    mounted = next(each["mountPath"] for each in container["volumeMounts"] if each["name"] == "memory")
+    assert Path(mounted) in Path(container["args"][-1]).parents, "a base container is no mount point"
+    (first,) = pod["initContainers"]
+    assert first["command"] == ["chmod", "1777", mounted]
     assert [each["name"] for each in first["volumeMounts"]] == ["memory"]
     assert first["securityContext"]["runAsUser"] == 0
 
 
-def test_pods_and_agents_are_as_many(objects: dict[str, Any], pod: dict[str, Any]) -> None:
-    spec = objects["JobSet/train"]["spec"]
-    (workers,) = spec["replicatedJobs"]
-    (container,) = pod["containers"]
-    assert container["command"] == ["torchrun"]
-    options = get_args_parser().parse_args(container["args"])
-    job = workers["template"]["spec"]
+def test_pods_and_agents_are_as_many_and_meet(manifest: Manifest) -> None:
+    options, job = manifest.options, manifest.job
+    assert manifest.container["command"] == ["torchrun"]
     assert int(options.nnodes) == job["parallelism"] == job["completions"]
-    assert int(options.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(options.nproc_per_node) == manifest.container["resources"]["limits"]["nvidia.com/gpu"]
     assert options.rdzv_backend == "c10d"
-    host, _, port = options.rdzv_endpoint.partition(":")
-    assert host == f"train-{workers['name']}-0-0.train"
-    assert port.isdecimal()
-    assert spec["network"]["enableDNSHostnames"] is True
+    assert re.fullmatch(rf"train-{manifest.workers['name']}-0-0\.train:\d+", options.rdzv_endpoint)
+    assert manifest.set["network"]["enableDNSHostnames"] is True
 
 
-def test_a_spare_has_the_place_of_a_worker_and_gives_it_up(objects: dict[str, Any], pod: dict[str, Any]) -> None:
-    spare = objects["Deployment/spare"]["spec"]["template"]["spec"]
-    (container,), (worker,) = spare["containers"], pod["containers"]
-    assert container["resources"] == worker["resources"]
-    assert container["image"] == worker["image"]
-    values = {name: objects[f"PriorityClass/{name}"]["value"] for name in ("spare", "training")}
-    assert values[spare["priorityClassName"]] < values[pod["priorityClassName"]]
-    assert objects["Deployment/spare"]["spec"]["selector"]["matchLabels"] == {"role": "spare"}
-    (apart,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+def test_a_spare_has_the_place_of_a_worker_and_gives_it_up(manifest: Manifest) -> None:
+    spare = manifest.objects["Deployment/spare"]["spec"]
+    pod = spare["template"]["spec"]
+    (container,) = pod["containers"]
+    assert [container[each] for each in ("resources", "image")] == [
+        manifest.container[each] for each in ("resources", "image")
+    ]
+    values = {name: manifest.objects[f"PriorityClass/{name}"]["value"] for name in ("spare", "training")}
+    assert values[pod["priorityClassName"]] < values[manifest.pod["priorityClassName"]]
+    assert spare["selector"]["matchLabels"] == {"role": "spare"}
+    (apart,) = manifest.pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert apart["labelSelector"]["matchLabels"] == {"role": "worker"}
 
 
@@ -128,7 +117,7 @@ def test_a_folder_as_kubernetes_makes_it_is_refused_and_a_sticky_one_is_taken(tm
 def _submitted(tmp_path: Path, down: str, rounds: int) -> tuple[int, list[str]]:
     """Runs the batch script; its exit code, and what it called. The step of the given round is the first to work."""
     programs = tmp_path / "bin"
-    programs.mkdir()
+    programs.mkdir(parents=True)
     for name in ("srun", "scontrol"):
         (programs / name).write_text(_STUB)
         (programs / name).chmod(0o755)
@@ -166,13 +155,10 @@ def test_the_next_round_leaves_out_a_node_that_does_not_answer(tmp_path: Path) -
     assert len(identities) == 3
 
 
-def test_a_spare_node_waits_while_the_others_train(tmp_path: Path) -> None:
-    _, calls = _submitted(tmp_path, down="", rounds=1)
+def test_a_spare_node_waits_while_the_others_train_and_with_too_few_the_job_is_queued_again(tmp_path: Path) -> None:
+    _, calls = _submitted(tmp_path / "all", down="", rounds=1)
     (step,) = [each for each in calls if " torchrun " in each]
     assert "--nodelist=node1,node2,node3,node4 " in step
-
-
-def test_a_job_with_too_few_nodes_is_queued_again(tmp_path: Path) -> None:
-    _, calls = _submitted(tmp_path, down="node2 node4", rounds=1)
+    _, calls = _submitted(tmp_path / "few", down="node2 node4", rounds=1)
     assert not any(" torchrun " in each for each in calls)
     assert calls[-1] == "scontrol requeue 145"

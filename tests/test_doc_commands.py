@@ -1,7 +1,7 @@
 """Commands in README, CONTRIBUTING and docs/: each line runs as it stands, after what a reader has before it.
 
 In this process, but for those that go on until somebody ends them. Of lines for clusters, what follows ``flashpoint``
-runs here. A bucket is a folder of fsspec's in memory; `persist/test_stores.py` is about what stores have in common.
+runs here. A bucket is a folder of fsspec's in memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PAGES = [
     *sorted((REPOSITORY / "docs").glob("*.md")),
 ]
 _ELSEWHERE = {
-    "five-minutes.md": "tests/test_guides.py runs the page, as one script",
+    "five-minutes.md": "runs below, as one script",
     "slurm.md: #!/bin/bash": "tests/test_clusters.py runs the script, with stand-ins for srun and scontrol",
 }
 _NOT_RUN = {
@@ -182,3 +182,28 @@ def test_commands_run(world: _World, page: str) -> None:
             world.run(words)
             if "-o" in words:
                 assert os.path.getsize(words[words.index("-o") + 1])
+
+
+def test_the_five_minutes(tmpfs: Path, tmp_path: Path) -> None:
+    """The whole page, with `python` and `flashpoint` of this process."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    command = "-c 'import sys; from ml_flashpoint.cli.main import main; sys.exit(main())'"
+    for name, arguments in {"python": "", "flashpoint": command}.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+        (programs / name).chmod(0o755)
+    page = (REPOSITORY / "docs" / "five-minutes.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.py").write_text(program)
+    install, *commands = (block for _, block in _BLOCK.findall(page))
+    assert install.strip() in _PAGES[0].read_text(encoding="utf-8"), "tests/test_release.py installs"
+    script = "set -e\n" + "".join(commands).replace("/dev/shm/mlf-jobs", str(tmpfs))
+    environment = child_environment(PATH=f"{programs}{os.pathsep}{os.environ['PATH']}", OMP_NUM_THREADS="1")
+    result = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "the same to the last digit" in result.stdout
+    printed = {line.split()[0] for line in (tmp_path / "killed.log").read_text().splitlines()}
+    assert len(printed) >= 599, "the step at which it was killed may be saved and not printed"
+    assert list(tmpfs.iterdir()) == [], "`flashpoint rm` has left something"

@@ -30,15 +30,28 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"\s", "-", each) for each in words}
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", _without_code(page)):
-        if target.startswith(("https:", "http:")):
-            continue
-        path, _, anchor = target.partition("#")
-        other = (page.parent / path) if path else page
-        assert other.exists(), target
-        assert not anchor or anchor in _anchors(other), target
+def test_links_lead_somewhere() -> None:
+    for page in _PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", _without_code(page)):
+            if not target.startswith(("https:", "http:")):
+                path, _, anchor = target.partition("#")
+                other = (page.parent / path) if path else page
+                assert other.exists(), (page.name, target)
+                assert not anchor or anchor in _anchors(other), (page.name, target)
+
+
+def test_tests_that_a_page_names_are_there() -> None:
+    for page in _DOCS.glob("*.md"):
+        for path, test in re.findall(r"`(?:tests/)?([\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8")):
+            assert f"\ndef {test}(" in (REPOSITORY / "tests" / path).read_text(encoding="utf-8"), (page.name, test)
+
+
+def test_the_first_screen_is_there() -> None:
+    """In README's first 40 lines: one sentence, status, picture, gain, cost, script, table of frameworks."""
+    text = "\n".join((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()[:40])
+    parts = ("\n**", "> **Status", "```text", "`make demo`", "**For**", "**Not for**", "**It costs**", "```python")
+    assert [part for part in (*parts, "| PyTorch DCP") if part not in text] == []
+    assert text.count("```") == 4
 
 
 def test_the_site_has_all_pages() -> None:
@@ -54,18 +67,14 @@ _ADAPTERS = tuple(
 _PACKAGES = (*_ADAPTERS, ".local", ".events", ".ddict", ".ddict.native")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "package",
-    [f"ml_flashpoint{each}" for each in ("", *_PACKAGES)],
-)
-def test_the_reference_has_all_public_names(package: str) -> None:
+def test_the_reference_has_all_public_names() -> None:
     reference = _of_docs("site_reference")
-    module = reference.Module.of(package)
     shown = {path for page in reference.PAGES for path, _, _ in reference.names_of(page)}
-    defined = {f"{package}.{name}" for name in module.public() if module.definition(name) is not None}
-    assert defined
-    assert defined <= shown
+    for package in (f"ml_flashpoint{each}" for each in ("", *_PACKAGES)):
+        module = reference.Module.of(package)
+        defined = {f"{package}.{name}" for name in module.public() if module.definition(name) is not None}
+        assert defined, package
+        assert defined <= shown
 
 
 def test_the_matrix_by_door_has_what_tests_run_with() -> None:
@@ -136,27 +145,19 @@ def _of_docs(name: str) -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")
-def hooks() -> ModuleType:
-    return _of_docs("site_hooks")
-
-
 def test_pictures_show_what_the_code_says() -> None:
     pictures = _of_docs("site_pictures")
     assert pictures.main(["--check"]) == 0, "python docs/site_pictures.py draws them"
     assert {path.name for path in pictures.FOLDER.iterdir()} == set(pictures.PICTURES)
 
 
-@pytest.mark.parametrize(
-    ("folder", "link", "fitting"),
-    [
+def test_links_fit_the_site() -> None:
+    fitted = _of_docs("site_hooks").fitted
+    for folder, link, fitting in (
         ("", "[a](docs/ddict.md#b)", "[a](ddict.md#b)"),
         ("", "[a](CHANGELOG.md)", "a (`CHANGELOG.md`)"),
-        ("docs", "[a](ddict.md#b)", "[a](ddict.md#b)"),
         ("docs", "[a](../examples/x.py)", "a (`examples/x.py`)"),
         ("docs", "[a](#b)", "[a](#b)"),
         ("docs", "[a](https://pytorch.org)", "[a](https://pytorch.org)"),
-    ],
-)
-def test_links_fit_the_site(hooks: ModuleType, folder: str, link: str, fitting: str) -> None:
-    assert hooks.fitted(f"See {link}.", folder) == f"See {fitting}."
+    ):
+        assert fitted(f"See {link}.", folder) == f"See {fitting}."

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import ml_flashpoint
+from ml_flashpoint.extras import DISTRIBUTION, require
 from tests.support.processes import REPOSITORY
 
 _SOURCE = Path(ml_flashpoint.__file__).parent
 _REQUIREMENTS = {"PYTHONPATH": sysconfig.get_paths()["purelib"]}  # where no .pth file, of this repository, counts
+_OURS = {"PYTHONPATH": str(_SOURCE.parent)}
 _BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE")
 _HEAVY = {"torch", "numpy", "psutil", "xxhash", "safetensors", "prometheus_client", "ray", "fsspec"}
 
 
-def _run(*argv: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
-    """In an environment without what would lead to the sources of this repository."""
+def _run(*argv: object, cwd: Path | None = None, env: dict[str, str] | None = None, ends: int = 0) -> str:
+    """What is said in an environment without what would lead to the sources of this repository."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_", "FLASHPOINT"))}
     done = subprocess.run(
         [str(each) for each in argv], cwd=cwd, env={**clean, **(env or {})}, capture_output=True, text=True, timeout=200
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == ends, done.stdout + done.stderr
+    return done.stderr if ends else done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -85,62 +85,76 @@ def test_everything_is_in_the_distributions(distributions: tuple[Path, Path]) ->
 
 
 @pytest.mark.slow
-def test_it_is_imported_where_nothing_else_is(installed: Path) -> None:
-    program = "import json, ml_flashpoint as m; print(json.dumps([m.__version__, m.__file__]))"
-    version, file = json.loads(_run(installed / "bin/python", "-I", "-c", program))
+def test_it_is_imported_and_its_command_runs_where_nothing_else_is(installed: Path) -> None:
+    python = (installed / "bin/python", "-I", "-c")
+    version, file = json.loads(
+        _run(*python, "import json, ml_flashpoint as m; print(json.dumps([m.__version__, m.__file__]))")
+    )
     assert version == ml_flashpoint.__version__
     assert Path(file).is_relative_to(installed)
     assert (Path(file).parent / "py.typed").exists()
-    program = "import ml_flashpoint\ntry: ml_flashpoint.Flashpoint\nexcept ModuleNotFoundError as e: print(e)"
-    assert 'pip install "torch-flashpoint[pytorch]"' in _run(installed / "bin/python", "-I", "-c", program)
-
-
-@pytest.mark.slow
-def test_its_command_runs(installed: Path) -> None:
     text = _run(installed / "bin/flashpoint", "--version", env=_REQUIREMENTS)
     assert text == f"flashpoint {ml_flashpoint.__version__}\n"
     assert "Memory-first checkpoints" in _run(installed / "bin/flashpoint", "--help", env=_REQUIREMENTS)
 
 
-def _imports_of(program: str) -> set[str]:
-    """Modules that a program has imported by its end, beside those that every program has."""
-    program = f"import sys; before = set(sys.modules)\n{program}\nprint('', *sorted(set(sys.modules) - before))"
-    return set(_run(sys.executable, "-c", program, env={"PYTHONPATH": str(_SOURCE.parent)}).splitlines()[-1].split())
+def test_everything_says_the_same_name() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="is in Python from 3.11 on")
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["name"] == ml_flashpoint.DISTRIBUTION
+    for requirements in project["optional-dependencies"].values():
+        assert not [each for each in requirements if each.startswith("ml-flashpoint")]
+    for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")):
+        assert "install ml-flashpoint" not in page.read_text(encoding="utf-8").replace('"', "").replace("'", "")
 
 
-def test_an_import_takes_the_standard_library_alone() -> None:
-    found = _imports_of("import ml_flashpoint")
-    assert {name for name in found if name.startswith("ml_flashpoint")} == {"ml_flashpoint", "ml_flashpoint.extras"}
-    others = {name.partition(".")[0] for name in found} - {"ml_flashpoint"}
-    assert others <= sys.stdlib_module_names
-
-
-def test_help_takes_no_more_than_its_text() -> None:
-    found = _imports_of(
-        "from ml_flashpoint.cli.main import app\ntry: app(['--help'])\nexcept SystemExit: pass"
-    )  # fmt: skip
-    ours = {"ml_flashpoint", "ml_flashpoint.extras", "ml_flashpoint.cli"}
-    ours |= {f"ml_flashpoint.cli.{name}" for name in ("main", "app", "looking", "moving", "planning")}
-    assert {name for name in found if name.startswith("ml_flashpoint")} == ours
-    assert not {name.partition(".")[0] for name in found} & _HEAVY
-
-
-def _least_cpu_s(argv: Sequence[object], enough_s: float) -> float:
-    """Seconds of a core that a program takes, whatever else runs: the least of some tries, until one is enough."""
-    least = float("inf")
-    for _ in range(10):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        _run(*argv, env={"PYTHONPATH": str(_SOURCE.parent)})
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        least = min(least, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        if least <= enough_s:
-            break
-    return least
+def test_the_command_says_that_the_package_is_somebody_elses(tmp_path: Path) -> None:
+    package = tmp_path / "ml_flashpoint"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "cli").symlink_to(_SOURCE / "cli")
+    program = "from ml_flashpoint.cli.main import main; main()"
+    said = _run(sys.executable, "-c", program, env={"PYTHONPATH": str(tmp_path)}, ends=1)
+    assert "is of another distribution" in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("argv", "most_s"), [(("-c", "import ml_flashpoint"), 0.1), (("-m", "ml_flashpoint.cli.main", "--help"), 0.3)]
+    ("line", "missing", "extra"),
+    [
+        ("from ml_flashpoint import Flashpoint", "torch", "pytorch"),
+        ("import ml_flashpoint.local", "torch", "pytorch"),
+        ("import ml_flashpoint.adapter.megatron.save_strategies", "megatron", "megatron"),
+        ("import ml_flashpoint.adapter.lightning", "lightning", "lightning"),
+        ("import ml_flashpoint.adapter.accelerate", "accelerate", "accelerate"),
+        ("import ml_flashpoint.adapter.ray_train", "pyarrow", "ray-train"),
+        ("import ml_flashpoint.adapter.deepspeed", "deepspeed", "deepspeed"),
+        ("import ml_flashpoint.adapter.torchtitan", "torchtitan", "torchtitan"),
+        ("import ml_flashpoint.adapter.transformers", "transformers", "transformers"),
+        ("import ml_flashpoint.ddict", "cloudpickle", "ddict"),
+    ],
 )
-def test_nobody_waits_for_an_import_or_for_help(argv: tuple[str, ...], most_s: float) -> None:
-    assert _least_cpu_s((sys.executable, *argv), most_s) <= most_s
+def test_a_package_that_is_missing_is_named_with_its_extra(line: str, missing: str, extra: str) -> None:
+    said = _run(sys.executable, "-c", f"import sys; sys.modules[{missing!r}] = None\n{line}", env=_OURS, ends=1)
+    last = said.strip().splitlines()[-1]
+    assert last.startswith(f"ModuleNotFoundError: this part of ml_flashpoint needs {missing}, which is not installed.")
+    assert f'pip install "{DISTRIBUTION}[{extra}]"' in last
+
+
+def _imports_of(program: str) -> set[str]:
+    """Modules that a program has imported by its end, beside those that every program has."""
+    program = f"import sys; before = set(sys.modules)\n{program}\nprint('', *sorted(set(sys.modules) - before))"
+    return set(_run(sys.executable, "-c", program, env=_OURS).splitlines()[-1].split())
+
+
+def test_an_import_takes_the_standard_library_alone_and_help_no_more_than_its_text() -> None:
+    found = _imports_of("import ml_flashpoint")
+    assert {name for name in found if name.startswith("ml_flashpoint")} == {"ml_flashpoint", "ml_flashpoint.extras"}
+    assert {name.partition(".")[0] for name in found} - {"ml_flashpoint"} <= sys.stdlib_module_names
+    found = _imports_of("from ml_flashpoint.cli.main import app\ntry: app(['--help'])\nexcept SystemExit: pass")
+    ours = {"ml_flashpoint", "ml_flashpoint.extras", "ml_flashpoint.cli"}
+    ours |= {f"ml_flashpoint.cli.{name}" for name in ("main", "app", "looking", "moving", "planning")}
+    assert {name for name in found if name.startswith("ml_flashpoint")} == ours
+    assert not {name.partition(".")[0] for name in found} & _HEAVY
+    require("pytorch", "this", "torch")
+    assert "this" not in sys.modules, "what is there is not imported"

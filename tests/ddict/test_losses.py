@@ -355,6 +355,28 @@ def test_what_is_damaged_in_memory_comes_from_a_copy(large: bool) -> None:
 
 
 @pytest.mark.slow
+def test_a_checkpoint_without_changes_sends_nothing_and_is_recovered_all_the_same(make: Make) -> None:
+    d = make()
+
+    def parts() -> list[Path]:
+        return sorted(Path(d._configuration.base).glob("node-*/step-*_ckpt/*.manifest"))
+
+    keys = keys_of_all(d)
+    d.update({keys[0]: 1, keys[1]: torch.ones(BIG)})
+    d.checkpoint()
+    assert d.wait_for_commit() == 0
+    before = parts()
+    for number in range(1, 4):
+        d.checkpoint()
+        assert d.wait_for_commit() == number
+
+    assert parts() == before
+    kill_manager(d, 1, lose_node=True)
+    assert (d[keys[0]], d[keys[1]].sum()) == (1, BIG)
+    assert d.sync_to_newest_checkpoint() == 3
+
+
+@pytest.mark.slow
 @pytest.mark.damages_on_purpose
 def test_what_is_damaged_everywhere_is_lost_and_told() -> None:
     with DDict(1, 2, 256 << 20, replication="ring", timeout=DEADLINE_S) as dictionary:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ml_flashpoint import Flashpoint
-from tests.support.forked import call_team
+from tests.support.forked import Report, call_team
+from tests.support.loops import resumed, save
 
 STEPS, UNFROZEN_AT = 6, 2
 
@@ -33,11 +33,19 @@ class Net(nn.Module):
         return out
 
 
-def live(base: Path, seed: int, until: int, wrap: Callable[[nn.Module], nn.Module]) -> list[bytes]:
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda module: module,
+    "ddp": lambda module: DistributedDataParallel(module, find_unused_parameters=True),
+    "fsdp": lambda module: FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True),
+    "fsdp2": lambda module: fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
+}
+
+
+def live(base: Path, seed: int, until: int, kind: str) -> list[bytes]:
     """One life of progressive unfreezing, as people write it: the program acts at a step, not after every resume."""
     torch.manual_seed(seed)
     net = Net()
-    model = wrap(net)
+    model = WRAPS[kind](net)
     net.backbone.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     with Flashpoint(base, handle_sigterm=False, strict=True) as fp:
@@ -54,62 +62,25 @@ def live(base: Path, seed: int, until: int, wrap: Callable[[nn.Module], nn.Modul
     return [each.detach().numpy().tobytes() for each in whole]
 
 
-def plain(module: nn.Module) -> nn.Module:
-    return module
-
-
-@pytest.mark.parametrize("crash_at", [1, 2, 4])
-def test_unfreezing_survives_a_crash(tmpfs: Path, crash_at: int) -> None:
-    undisturbed = live(tmpfs / "undisturbed", 1, STEPS, plain)
-    live(tmpfs / "job", 1, crash_at, plain)
-    assert live(tmpfs / "job", 2, STEPS, plain) == undisturbed
-
-
-WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "ddp": lambda module: DistributedDataParallel(module, find_unused_parameters=True),
-    "fsdp": lambda module: FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True),
-    "fsdp2": lambda module: fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
-}
-
-
-def lives(report: Callable[..., None], rank: int, kind: str) -> tuple[list[bytes], list[bytes]]:
+def check_lives(report: Report, rank: int, kind: str, crashes: list[int]) -> None:
     torch.set_num_threads(1)
-    base = Path(os.environ["FLASHPOINT_TEST_BASE"])
-    undisturbed = live(base / "undisturbed", 1, STEPS, WRAPS[kind])
-    live(base / "job", 1, 4, WRAPS[kind])
-    return undisturbed, live(base / "job", 2, STEPS, WRAPS[kind])
+    folder = Path(os.environ["FLASHPOINT_TEST_BASE"])
+    undisturbed = live(folder / "undisturbed", 1, STEPS, kind)
+    for crash_at in crashes:
+        live(folder / f"job-{crash_at}", 1, crash_at, kind)
+        assert live(folder / f"job-{crash_at}", 2, STEPS, kind) == undisturbed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", WRAPS)
-def test_unfreezing_survives_a_crash_of_several_ranks(tmpfs: Path, kind: str) -> None:
-    for undisturbed, together in call_team(lives, tmpfs, 2, kind):
-        assert together == undisturbed
+@pytest.mark.parametrize(("kind", "ranks"), [("plain", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
+def test_unfreezing_survives_a_crash(tmpfs: Path, kind: str, ranks: int) -> None:
+    call_team(check_lives, tmpfs, ranks, kind, [1, UNFROZEN_AT, 4] if kind == "plain" else [4])
 
 
-def test_parameters_that_ddp_does_not_know_are_told_of(tmpfs: Path) -> None:
-    call_team(frozen_before_ddp, tmpfs, 1)
-
-
-def frozen_before_ddp(report: Callable[..., None], rank: int) -> None:
-    base, messages = Path(os.environ["FLASHPOINT_TEST_BASE"]), list[str]()
-    logging.getLogger("ml_flashpoint").addHandler(handler := Collector(messages))
-    for trained in (True, False):
-        net = Net()
-        net.backbone.requires_grad_(trained)
-        with Flashpoint(base, handle_sigterm=False, strict=True) as fp:
-            fp.track(model=DistributedDataParallel(net)).resume()
-            fp.save(1)
-            fp.wait()
-        assert all(parameter.requires_grad for parameter in net.parameters())
-    logging.getLogger("ml_flashpoint").removeHandler(handler)
-    assert [each for each in messages if each.startswith("4 parameters are trained that were frozen when")]
-
-
-class Collector(logging.Handler):
-    def __init__(self, messages: list[str]) -> None:
-        super().__init__()
-        self.messages = messages
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+@pytest.mark.usefixtures("process_group")
+def test_parameters_that_ddp_does_not_know_are_told_of(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(base, model=DistributedDataParallel(Net()))
+    net = Net()
+    net.backbone.requires_grad_(False)
+    assert resumed(base, model=DistributedDataParallel(net)) == 1
+    assert all(parameter.requires_grad for parameter in net.parameters())
+    assert "4 parameters are trained that were frozen when" in caplog.text

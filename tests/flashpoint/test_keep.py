@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,10 +12,9 @@ import torch
 from ml_flashpoint import Flashpoint, Keep
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, LoadError, SaveError
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
 from ml_flashpoint.tools.items import open_version
 from tests.support.commands import flashpoint
-from tests.support.processes import REPOSITORY
 from tests.workers.kept_versions import State, content, shown
 
 
@@ -28,13 +25,13 @@ def save(fp: Flashpoint, state: State, *steps: int, attempt: int = 0) -> None:
         fp.wait()
 
 
-def opened(base: Path, state: State, **options: Any) -> Flashpoint:
-    return Flashpoint(base, **options).track(state=state)
+def opened(base: Path, state: State, keep: int | Keep = 3) -> Flashpoint:
+    return Flashpoint(base, keep=keep).track(state=state)
 
 
 def test_the_newest_and_milestones_are_kept_and_each_is_loaded(base: Path) -> None:
     state = State(3000)
-    with opened(base, state, keep=Keep(newest=2, every_n_steps=5, milestones=2)) as fp:
+    with opened(base, state, Keep(newest=2, every_n_steps=5, milestones=2)) as fp:
         fp.resume()
         save(fp, state, *range(1, 18))
         assert {(17,), (16,), (15,), (10,)} <= {*shown(fp.versions())}
@@ -50,37 +47,11 @@ def test_the_newest_and_milestones_are_kept_and_each_is_loaded(base: Path) -> No
         assert (fp.resume(), state.checked()) == (12, [0, 12, 1])
 
 
-def test_the_default_keeps_one(base: Path) -> None:
-    state = State(3000)
-    with opened(base, state) as fp:
-        fp.resume()
-        save(fp, state, 1, 2, 3)
-        assert shown(fp.versions())[0] == (3,)
-
-
-def test_the_documented_lines(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (REPOSITORY / "docs" / "flashpoint.md").read_text(encoding="utf-8")
-    section = page[page.index("## Keeping more versions") :]
-    make, use = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:2]
-    program: dict[str, Any] = {}
-    for line in make.replace("/dev/shm/mlf-jobs/job-145", str(base)).splitlines():
-        exec(line, program)
-        if "fp" in program:
-            program["fp"].close()
-    state = State(3000)
-    with opened(base, state, keep=3) as fp:
-        fp.resume()
-        save(fp, state, 60, 61)
-        exec(use, {"fp": fp})
-        assert fp.steps_done == 60
-    assert "61 True" in capsys.readouterr().out
-
-
 def test_after_going_back_that_cannot_be_recorded_the_next_save_begins_a_run(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = State(3000)
-    with opened(base, state, keep=3) as fp:
+    with opened(base, state) as fp:
         fp.resume()
         save(fp, state, 1, 2, 3)
         with monkeypatch.context() as patched:
@@ -93,44 +64,16 @@ def test_after_going_back_that_cannot_be_recorded_the_next_save_begins_a_run(
         assert (fp.resume(), state.checked()) == (4, [0, 4, 0])
 
 
-def test_no_save_fails_in_the_room_that_the_rule_needs(small_tmpfs: Path) -> None:
-    model = torch.nn.Linear(256, 512, bias=False)  # 512 KiB
-    too_much = pytest.raises(CapacityError, match="9 versions of the ranks of this node")
-    with Flashpoint(small_tmpfs / "job", keep=8).track(model=model) as fp, too_much:
-        fp.resume()
-    with Flashpoint(small_tmpfs / "job", keep=5).track(model=model) as fp:
-        fp.resume()
-        for _ in range(20):
-            fp.step()
-            fp.wait()
-        assert (fp.health.failures, fp.health.degraded) == (0, False)
-        steps = [each.step for each in fp.versions()]
-        assert steps[:5] == list(range(20, 15, -1))
-        for step in steps:
-            with open_version(small_tmpfs / "job", step) as version:
-                version.state_dict()
-        assert fp.resume(step=steps[-1]) == steps[-1]
-
-
-@pytest.mark.parametrize("keep", [0, "3", 1.5, True])
-def test_no_rule(base: Path, keep: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="keep"):
-        Flashpoint(base, keep=keep)
-    assert not base.exists()
-
-
 def test_what_was_gone_back_from_is_nowhere_taken_for_the_newest(
     base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = State(3000)
-    with opened(base, state, keep=3) as fp:
+    with opened(base, state) as fp:
         fp.resume()
         save(fp, state, 5, 6, 7)
         fp.resume(step=5)
-        with open_version(base) as version:
-            assert version.step == 5
-        with open_version(base, 7) as version:
-            assert version.step == 7
+        with open_version(base) as newest, open_version(base, 7) as abandoned:
+            assert (newest.step, abandoned.step) == (5, 7)
         assert flashpoint("ls", base, "--json") == 0
         found = json.loads(capsys.readouterr().out)["versions"]
         assert [(each["step"], each["abandoned"]) for each in found] == [(7, True), (6, True), (5, False)]
@@ -138,8 +81,8 @@ def test_what_was_gone_back_from_is_nowhere_taken_for_the_newest(
         lines = capsys.readouterr().out.splitlines()
         assert ["gone back from" in line for line in lines[2:]] == [True, True, False]
         save(fp, state, 6, attempt=1)
-        with open_version(base) as version:
-            assert version.step == 6
+        with open_version(base) as newest:
+            assert newest.step == 6
 
 
 def test_a_step_that_was_saved_again_is_read_by_its_path_as_it_was_saved_last(base: Path) -> None:
@@ -151,30 +94,28 @@ def test_a_step_that_was_saved_again_is_read_by_its_path_as_it_was_saved_last(ba
             made.commit()
             made.verified.result(30)
 
-        def attempt_of(step: int) -> int:
+        def assert_saved(step: int, attempt: int) -> None:
             with engine.open_version(engine.id(step)) as reader:
-                values = reader.open(0).tensor("values")
-                found = [attempt for attempt in range(3) if torch.equal(values, content(0, step, attempt, 3000))]
-            return found[0]
+                assert torch.equal(reader.open(0).tensor("values"), content(0, step, attempt, 3000))
 
         engine.latest()
         save(1, 0)
         save(2, 0)
         engine.go_back(1)
-        assert attempt_of(1) == 0
-        save(2, 1)
-        assert attempt_of(2) == 1
-        engine.go_back(1)
-        save(2, 2)
-        assert attempt_of(2) == 2
+        assert_saved(1, 0)
+        for attempt in (1, 2):
+            save(2, attempt)
+            assert_saved(2, attempt)
+            engine.go_back(1)
 
 
-def test_no_step(base: Path) -> None:
-    state = State(10)
-    with opened(base, state) as fp:
-        for step in (-1, True, 1.0, "one"):
-            with pytest.raises(InvalidArgumentError, match="step"):
-                fp.resume(step=step)  # type: ignore[arg-type]
+@pytest.mark.parametrize("step", [-1, True, 1.0, "one"])
+def test_what_is_no_step_is_refused(base: Path, step: object) -> None:
+    with opened(base, State(10)) as fp:
+        with pytest.raises(InvalidArgumentError, match="step"):
+            fp.resume(step=step)  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgumentError, match="step must be"):
+            fp.save(step)  # type: ignore[arg-type]
         with pytest.raises(InvalidArgumentError, match="fallback"):
             fp.resume(lambda: 3, step=1)
         with pytest.raises(LoadError, match="there are none"):

@@ -1,21 +1,28 @@
-"""Training goes on as soon as a save returns, with overlap and without: what is saved is what it was then."""
+"""Training goes on while its state is copied from a device: what is saved is what it was, or the save fails.
+
+The device is played: its memory is the host's, and its streams lag behind. Loops on the host are
+`tests.conformance.test_writes_after_a_save`'s.
+"""
 
 from __future__ import annotations
 
-import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.engine.save import Save
-from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
+from ml_flashpoint.copy import cuda
+from tests.support.played_device import PlayedDevice, lock_slots
 
 WIDTH = 192
+LOCKED = 4
+"""Saves after which all memory is page-locked, so that later ones are copied late."""
 
 
 class Net(nn.Module):
@@ -35,8 +42,11 @@ class Net(nn.Module):
 class Job:
     """A loop with everything that changes: parameters, optimizer state, statistics, and an average of the weights."""
 
-    def __init__(self) -> None:
-        self.model, self.average = Net(), Net()
+    device: PlayedDevice
+
+    def __init__(self, make: Callable[[], nn.Module] = Net) -> None:
+        self.model: Any = make()
+        self.average = make()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.tracked: dict[str, Any] = {
             "model": self.model, "average": self.average, "optimizer": self.optimizer
@@ -59,99 +69,255 @@ class Job:
         return {name: tensor.clone() for name, tensor in found.items()}
 
 
-def _loaded(base: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    again = Job()
+def assert_loaded(base: Path, saved: dict[str, torch.Tensor], step: int, make: Callable[[], nn.Module] = Net) -> None:
+    """The newest version is that of the step, and has these tensors."""
+    again = Job(make)
     with Flashpoint(base) as fp:
-        step = fp.track(**again.tracked).resume()
-        return step, again.state()
+        assert fp.track(**again.tracked).resume() == step
+    found = again.state()
+    assert found.keys() == saved.keys()
+    assert [name for name in saved if not torch.equal(found[name], saved[name])] == []
 
 
-def _is_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def on_device(monkeypatch: pytest.MonkeyPatch, job: Job) -> Job:
+    job.device = PlayedDevice(monkeypatch, [job.model, job.average], [job.optimizer])
+    return job
 
 
-def _check_random_saves(base: Path, rounds: int, **options: Any) -> None:
-    rng = random.Random(7)
-    job, step = Job(), 0
-    for _ in range(rounds):
-        with Flashpoint(base, strict=True, **options) as fp:
-            assert fp.track(**job.tracked).resume() == step
-            saved: dict[str, torch.Tensor] = {}
-            for _ in range(rng.randint(1, 4)):
-                assert fp.wait(60)
-                job.step()
-                saved, step = job.state(), fp.step()
-            for _ in range(rng.randint(0, 2)):  # steps that nobody counts
-                job.step()
-            # What the last version holds is known only once it is copied, whoever does that.
-            fp.before_update()
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    return on_device(monkeypatch, Job())
+
+
+def saved_by_loop(fp: Flashpoint, job: Job, steps: int, before: Callable[[int], object] = int) -> dict[str, Any]:
+    """The state that the last of some saves has; from the fifth on, they are copied late."""
+    saved: dict[str, torch.Tensor] = {}
+    for number in range(steps):
+        ended(fp)
+        before(number)
+        job.step()
+        saved = job.state()
+        fp.step()
+    return saved
+
+
+def ended(fp: Flashpoint) -> None:
+    assert fp.wait()
+    lock_slots(fp._checkpointer._pool)
+
+
+def settled(base: Path, job: Job, **options: Any) -> Flashpoint:
+    """A façade with overlap whose next save is copied late, and is not over before something waits for that."""
+    fp = Flashpoint(base, overlap=True, **options)
+    fp.track(**job.tracked).resume()
+    saved_by_loop(fp, job, LOCKED)
+    ended(fp)
+    job.step()
+    job.device.late.clear()
+    job.device.lag()
+    return fp
+
+
+def test_without_overlap_nothing_is_copied_late_and_optimizers_are_left_alone(base: Path, job: Job) -> None:
+    hooks = job.optimizer.register_step_pre_hook(lambda *_: None).hooks_dict_ref
+    with Flashpoint(base, strict=True) as fp:
+        fp.track(**job.tracked).resume()
+        assert len(hooks()) == 1  # type: ignore[misc, arg-type]
+        saved_by_loop(fp, job, LOCKED + 1)
+        saved = job.state()
+        fp.step()
+        _through_data(job)
+    assert not job.device.late
+    assert_loaded(base, saved, LOCKED + 2)
+    with Flashpoint(base, overlap=True) as fp:
+        fp.track(**job.tracked)
+        assert len(hooks()) == 2  # type: ignore[misc, arg-type]
+    assert len(hooks()) == 1, "hooks go with the Flashpoint"  # type: ignore[misc, arg-type]
+
+
+def test_only_what_optimizers_update_is_copied_late(base: Path, job: Job) -> None:
+    with settled(base, job, strict=True) as fp:
+        saved = job.state()
+        fp.step()
+        with torch.no_grad():  # all but what the optimizer updates may change in any way
+            for tensor in (*job.average.parameters(), *job.model.buffers()):
+                tensor.zero_()
+        job.optimizer.step()
+        assert fp.wait()
+        assert len(job.device.late) == 1
+    assert_loaded(base, saved, LOCKED + 1)
+
+
+def _in_place(job: Job) -> None:
+    with torch.no_grad():
+        job.model.last.bias.add_(1)
+
+
+def _through_data(job: Job) -> None:
+    for parameter in job.model.parameters():
+        parameter.data.mul_(2)
+
+
+def _other_memory(job: Job) -> None:
+    """As where averages take the place of parameters for an evaluation."""
+    for parameter in job.model.parameters():
+        parameter.data = torch.zeros_like(parameter)
+
+
+@pytest.mark.parametrize("change", [_in_place, _through_data])
+def test_a_change_that_nobody_announced_fails_the_save_and_no_later_one(
+    base: Path, job: Job, change: Callable[[Job], None]
+) -> None:
+    with settled(base, job) as fp:
+        fp.step()
+        change(job)
+        job.step()
+        fp.wait()
+        assert fp.health.failures == 1
+        assert "was changed while it was copied" in str(fp.health.last_error)
+        for _ in range(2):
+            saved = job.state()
+            step = fp.step()
+            change(job)
             job.step()
-        found, state = _loaded(base)
-        assert found == step
-        assert _is_same(state, saved)
+        assert fp.wait()
+        assert fp.health.failures == 1
+        assert len(job.device.late) == 1
+    assert_loaded(base, saved, step)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_each_version_is_the_state_of_its_step(base: Path, overlap: bool) -> None:
-    _check_random_saves(base, 6, overlap=overlap)
+@pytest.mark.parametrize(("change", "announced"), [(_in_place, True), (_through_data, True), (_other_memory, False)])
+def test_a_change_that_was_announced_or_leaves_the_memory_alone_is_none_of_the_version(
+    base: Path, job: Job, change: Callable[[Job], None], announced: bool
+) -> None:
+    with settled(base, job, strict=True) as fp:
+        saved = job.state()
+        fp.step()
+        if announced:
+            fp.before_update()
+        change(job)
+        fp.before_update()
+        assert len(job.device.late) == 1
+    assert_loaded(base, saved, LOCKED + 1)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("part", [lambda whole: whole, lambda whole: whole.to_local()])
+def test_a_change_of_a_sharded_parameter_fails_the_save(
+    base: Path, monkeypatch: pytest.MonkeyPatch, part: Callable[[Any], torch.Tensor]
+) -> None:
+    def sharded() -> nn.Module:
+        return fully_shard(nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, 8)), mesh=init_device_mesh("cpu", (1,)))
+
+    job = on_device(monkeypatch, Job(sharded))
+    with settled(base, job) as fp:
+        fp.step()
+        with torch.no_grad():
+            part(job.model[1].bias).add_(1)
+        fp.before_update()
+        fp.wait()
+        assert len(job.device.late) == 1
+        assert "'model.1.bias' was changed" in str(fp.health.last_error)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that has not called the constructor of its base, as wrappers of some libraries have not."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.defaults = inner.defaults
+        self.param_groups = inner.param_groups
+        self.state = inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def test_the_state_of_an_optimizer_without_hooks_is_not_copied_late(base: Path, job: Job) -> None:
+    job.tracked["optimizer"] = Wrapper(job.optimizer)
+    with settled(base, job) as fp:
+        fp.step()
+        assert not job.device.late
 
 
 @pytest.mark.slow
-@pytest.mark.soak
-def test_a_thousand_versions_are_the_states_of_their_steps(base: Path) -> None:
-    _check_random_saves(base, 400)
+def test_compiled_steps_wait_too(base: Path, job: Job) -> None:
+    compiled = torch.compile(job.optimizer.step, backend="eager")
+    with settled(base, job, strict=True) as fp:
+        for _ in range(3):
+            job.step()
+            saved = job.state()
+            step = fp.step()
+            compiled()
+        assert job.device.late
+    assert_loaded(base, saved, step)
 
 
-def test_hooks_go_with_the_flashpoint(base: Path) -> None:
-    job = Job()
-    with Flashpoint(base, overlap=True) as fp:
-        fp.track(**job.tracked)
-        assert len(job.optimizer._optimizer_step_pre_hooks) == 1
-    assert not job.optimizer._optimizer_step_pre_hooks
+def test_nothing_is_copied_late_once_a_step_was_captured(base: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays of a CUDA graph change the state without any hook being called."""
+    with settled(base, job, strict=True) as fp:
+        fp.step()
+        fp.before_update()
+        assert fp.wait()
+        assert len(job.device.late) == 1
+        job.step()
+        fp.step()
+        monkeypatch.setattr(cuda, "is_capturing", lambda: True)
+        job.optimizer.zero_grad()
+        job.optimizer.step()
+        monkeypatch.setattr(cuda, "is_capturing", lambda: False)
+        fp.before_update()
+        assert fp.wait()
+        for _ in range(2):
+            job.step()
+            saved = job.state()
+            step = fp.step()
+            _through_data(job)
+            assert fp.wait()
+        assert len(job.device.late) == 2
+    assert_loaded(base, saved, step)
 
 
-def test_bad_arguments(base: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="overlap must be True or False, got 1"):
-        Flashpoint(base, overlap=1)  # type: ignore[arg-type]
+class Walked(Net):
+    """A model that has a say in its state dict, so that every save walks through it."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.ones(1)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        pass
 
 
-def test_a_save_that_cannot_begin_fails_and_training_goes_on(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job()
+@pytest.mark.parametrize("make", [Net, Walked])
+def test_what_is_frozen_later_is_copied_at_once_from_then_on(
+    base: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]
+) -> None:
+    """Whatever changes it then need not be noticed: a few numbers, through `.data`."""
+    job = on_device(monkeypatch, Job(make))
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise SaveError("the checkpointer is closed")
+    def change(number: int) -> None:
+        if number >= LOCKED:
+            job.model.last.requires_grad_(False)
+        if number > LOCKED:  # the save before has found it frozen
+            job.model.last.weight.data[0, 0] += 1
 
-    with Flashpoint(base) as fp:
+    with Flashpoint(base, strict=True, overlap=True) as fp:
         fp.track(**job.tracked).resume()
-        with monkeypatch.context() as patched:
-            patched.setattr(Checkpointer, "begin", fail)
-            fp.save(1)
-        assert "the checkpointer is closed" in str(fp.health.last_error)
-        fp.save(2)
-        assert fp.wait(30)
-        assert (fp.health.saves, fp.health.failures) == (1, 1)
+        saved = saved_by_loop(fp, job, LOCKED + 3, change)
+        job.model.last.weight.data[0, 0] += 1
+        fp.before_update()
+    assert job.device.late
+    assert_loaded(base, saved, LOCKED + 3, make)
 
 
-def test_an_interrupt_in_the_midst_of_a_save_holds_up_no_later_one(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job()
-    with Flashpoint(base, strict=True) as fp:
+def test_hooks_of_the_program_that_change_parameters_in_a_step_come_after_the_copy(base: Path, job: Job) -> None:
+    def decay(*_: object) -> None:
+        job.model.last.weight.data[0, 0] *= 0.5
+
+    job.optimizer.register_step_pre_hook(decay)  # before it is tracked
+    with Flashpoint(base, strict=True, overlap=True) as fp:
         fp.track(**job.tracked).resume()
-        fp.save(1)
-        with monkeypatch.context() as patched:
-
-            def interrupted(*_: Any, **__: Any) -> None:
-                raise KeyboardInterrupt
-
-            patched.setattr(Save, "stage", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                fp.save(2)
-        fp.save(3)
-        assert fp.wait(30)
-        assert fp.last_saved == 3
-
-
-def test_without_overlap_optimizers_are_left_alone(base: Path) -> None:
-    job = Job()
-    with Flashpoint(base) as fp:
-        fp.track(**job.tracked)
-        assert not job.optimizer._optimizer_step_pre_hooks
+        saved = saved_by_loop(fp, job, LOCKED + 2)
+        job.step()
+    assert job.device.late
+    assert_loaded(base, saved, LOCKED + 2)

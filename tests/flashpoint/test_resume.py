@@ -1,10 +1,9 @@
-"""When a loop saves, what can be read about it, and recoveries that do not find what they look for."""
+"""A run that crashes anywhere is the undisturbed run; and recoveries that do not find what they look for."""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from ml_flashpoint import Flashpoint
-from ml_flashpoint.format.errors import (
-    CapacityError,
-    InvalidArgumentError,
-    LoadError,
-    NothingLoadableError,
-)
+from ml_flashpoint import Flashpoint, events
+from ml_flashpoint.config import Config
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, LoadError, NothingLoadableError
 from ml_flashpoint.memory.pool import slot_size
+from tests.support.dcp import Door
+from tests.support.forked import Report, call_team, preload
 from tests.support.loops import (
     Stored,
     assert_same_state,
@@ -27,28 +25,72 @@ from tests.support.loops import (
     resumed,
     save,
     saved_twice,
-    state_of,
+    train,
     trained_model,
     versions,
 )
+from tests.support.settings import SETTINGS
+from tests.workers import training
+from tests.workers.distributed_training import base as team_base
 from tests.workers.training import Job
 
+preload("torch._dynamo")
 
-def test_every_few_steps(base: Path) -> None:
-    stored = Stored(0)
+
+# ---- the same run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("process_group")
+def test_resumed_runs_are_the_undisturbed_run(base: Path) -> None:
+    for life, until in enumerate((3, 4, 11, 17)):
+        job = Job(seed=life)
+        fp = train(base, job, until)
+        assert fp.last_saved == fp.steps_done == until
+        assert fp.health.failures == 0
+    assert job.digests() == training.undisturbed(17)
+
+
+def test_resume_again_goes_back_to_the_newest_version(base: Path) -> None:
+    job = Job()
     with Flashpoint(base, every_n_steps=3) as fp:
-        fp.track(stored=stored)
-        assert fp.last_saved is None
-        for step in range(1, 9):
-            stored.value = step
-            assert fp.step() == step
-            assert fp.wait()
+        fp.track(**job.tracked).resume()
+        for _ in range(5):
+            job.step()
+            fp.step()
+            fp.wait()
+        assert fp.resume() == fp.steps_done == fp.last_saved == 3
+        assert job.digests() == training.undisturbed(3)
+        for _ in range(5):
+            job.step()
+            fp.step()
+            fp.wait()
         assert (fp.last_saved, fp.steps_done, fp.health.saves) == (6, 8, 2)
         fp.save()
-        fp.wait()
-        assert fp.last_saved == 8
-    assert versions(base)[-1] == 8
-    assert resumed(base, stored=stored) == 8
+    again = Job(seed=3)
+    train(base, again, 9)
+    assert again.digests() == training.undisturbed(9)
+
+
+def round_trips(report: Report, rank: int, kind: str) -> None:
+    """Save a job under each setting, and resume a new one, which must go on the same without the setting."""
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"strict": True, "handle_sigterm": False, "deadline_s": 30}
+    for number, (name, setting) in enumerate(SETTINGS.items()):
+        folder = team_base().parent / f"job-{number}"
+        job, other = Job(kind), Job(kind)
+        job.step(), job.step()
+        with setting(), Flashpoint(folder, **options) as fp:
+            fp.track(**job.tracked).save(2)
+        job.step()
+        with setting(), Flashpoint(folder, **options) as fp:
+            assert fp.track(**other.tracked).resume() == 2, name
+        other.step()
+        assert other.digests() == job.digests(), name
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("plain", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_a_job_goes_on_bit_for_bit_under_every_default_and_mode(tmpfs: Path, kind: str, ranks: int) -> None:
+    call_team(round_trips, tmpfs, ranks, kind)
 
 
 def test_each_save_is_made_or_skipped_where_the_loop_does_not_wait(base: Path) -> None:
@@ -66,43 +108,24 @@ def test_each_save_is_made_or_skipped_where_the_loop_does_not_wait(base: Path) -
     assert stored.value.unique().tolist() == [31]
 
 
-def test_health_and_recovery_tell_what_happened(base: Path) -> None:
-    job = Job()
-    with Flashpoint(base) as fp:
-        fp.track(**job.tracked)
-        assert fp.last_recovery is None
-        fp.resume()
-        assert fp.last_recovery is not None
-        assert (fp.last_recovery.source, fp.last_recovery.step, fp.last_recovery.version) == ("nothing", 0, None)
-        for _ in range(3):
-            job.step()
-            fp.step()
-            fp.wait()
-        health = fp.health
-        assert (health.saves, health.failures, health.last_error, health.degraded) == (3, 0, None, False)
-        assert 0 < health.blocked_s <= health.blocked_total_s < 60
-        assert 0 < health.committed_s < 60
-        assert health.bytes > sum(p.nbytes * 3 for p in job.model.parameters())
-        assert fp.last_replicated is None, "there is no other node"
-    assert fp.health.bytes == health.bytes, "after closing, too"
-    with Flashpoint(base) as fp:
-        fp.track(**job.tracked).resume()
-        found = fp.last_recovery
-        assert found is not None
-        assert (found.source, found.step, found.version, found.discarded) == ("memory", 3, "step-3_ckpt", ())
-        assert 0 < found.load_s < found.seconds
-        assert found.fetched_bytes == 0
-        assert fp.last_saved == 3
+# ---- what is found, and what is not ----------------------------------------------------------------------------
 
 
 @pytest.mark.damages_on_purpose
-def test_damaged_version_is_left_for_an_older_one(base: Path) -> None:
+def test_a_damaged_version_is_left_for_an_older_one_and_the_step_back_is_told(base: Path) -> None:
     saved_twice(base, stored=Stored(10))
-    assert versions(base) == [1, 2]
     damage(base, 2)
-    stored = Stored()
-    assert resumed(base, stored=stored) == 1
+    stored, told = Stored(), list[events.Event]()
+    with Flashpoint(base, on_event=told.append) as fp:
+        assert fp.track(stored=stored).resume() == 1
+        found = fp.last_recovery
+        assert found is not None
+        assert (found.source, found.step, found.version) == ("memory", 1, "step-1_ckpt")
+        assert 0 < found.load_s < found.seconds
     assert stored.value == 10
+    assert [type(event) for event in told if event.step == 2] == [events.SteppedBack]
+    kinds = [events.VersionRecovered, events.RunBegun, events.Resumed]
+    assert [type(event) for event in told if event.step == 1] == kinds
 
 
 def test_fallback_is_called_when_nothing_is_left(base: Path) -> None:
@@ -115,7 +138,8 @@ def test_fallback_is_called_when_nothing_is_left(base: Path) -> None:
         assert fp.last_recovery is not None
         assert fp.last_recovery.source == "fallback"
         assert fp.step() == 41
-    assert resumed(base, stored=stored) == 41
+    with Flashpoint(base) as fp:
+        assert fp.track(stored=stored).resume(lambda: pytest.fail("called")) == 41
 
 
 @pytest.mark.damages_on_purpose
@@ -138,22 +162,16 @@ def test_a_version_in_another_format_is_refused_by_its_format(base: Path, monkey
         resumed(base, stored=Stored(5))
 
 
-@pytest.mark.parametrize(("returned", "step"), [(None, 0), (0, 0), (12, 12)])
-def test_what_a_fallback_returns(base: Path, returned: int | None, step: int) -> None:
+def test_what_a_fallback_returns(base: Path) -> None:
     with Flashpoint(base) as fp:
-        assert fp.track(stored=Stored()).resume(lambda: returned) == step
-
-
-@pytest.mark.parametrize("returned", [-1, True, "7", 1.0])
-def test_what_a_fallback_must_not_return(base: Path, returned: Any) -> None:
-    with Flashpoint(base) as fp, pytest.raises(InvalidArgumentError, match="fallback must be"):
-        fp.track(stored=Stored()).resume(lambda: returned)
-
-
-def test_fallback_is_not_called_when_memory_has_a_version(base: Path) -> None:
-    save(base, stored=Stored(1))
-    with Flashpoint(base) as fp:
-        assert fp.track(stored=Stored()).resume(lambda: pytest.fail("called")) == 1
+        fp.track(stored=Stored())
+        for returned, step in ((None, 0), (0, 0), (12, 12)):
+            assert fp.resume(lambda returned=returned: returned) == step
+        for wrong in (-1, True, "7", 1.0):
+            with pytest.raises(InvalidArgumentError, match="fallback must be"):
+                fp.resume(lambda wrong=wrong: wrong)
+        with pytest.raises(InvalidArgumentError, match="must be a function without arguments"):
+            fp.resume(fallback=7)  # type: ignore[arg-type]
 
 
 def test_another_program_does_not_bury_what_is_saved(base: Path) -> None:
@@ -166,8 +184,6 @@ def test_another_program_does_not_bury_what_is_saved(base: Path) -> None:
         resumed(base, model=model, optimizer=optimizer, stored=Stored())
     assert not optimizer.state
     assert torch.equal(torch.get_rng_state(), generators)
-    with pytest.raises(LoadError, match="no state of 'other'"):
-        resumed(base, **saved, stored=Stored(), other=Stored())
     with pytest.raises(LoadError, match=r"has model\.bias, for which there is no place"):
         resumed(base, model=nn.Linear(4, 2, bias=False), stored=Stored())
     assert resumed(base, **saved, stored=Stored()) == 1
@@ -207,49 +223,29 @@ def test_a_changed_program_is_told_of_all_differences_whatever_its_fallback(base
     assert versions(base) == []
 
 
-_MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adamw": torch.optim.AdamW,
-    "adamax": torch.optim.Adamax,
-    "lbfgs": torch.optim.LBFGS,
-    "adagrad": torch.optim.Adagrad,
-}
-
-
 @pytest.mark.parametrize(
     ("before", "now", "lacking"),
     [
-        ("sgd", "adamw", "param_groups.0.betas"),
-        ("momentum", "adamw", "param_groups.0.betas"),
-        ("adamw", "adamax", "state.weight.exp_inf, optimizer.state.bias.exp_inf"),
-        ("adamw", "momentum", "param_groups.0.momentum"),
-        ("adamax", "adagrad", "state.weight.sum"),
-        ("lbfgs", "momentum", "param_groups.0.momentum"),
+        (torch.optim.AdamW, torch.optim.Adamax, "state.weight.exp_inf, optimizer.state.bias.exp_inf"),
+        (torch.optim.LBFGS, torch.optim.SGD, "param_groups.0.momentum"),
     ],
 )
 def test_an_optimizer_of_another_class_is_told_what_the_checkpoint_lacks(
-    base: Path, before: str, now: str, lacking: str
+    base: Path, before: Any, now: Any, lacking: str
 ) -> None:
-    model = nn.Linear(4, 2)
-    optimizer = _MAKERS[before](model.parameters())
+    model, other = nn.Linear(4, 2), nn.Linear(4, 2)
+    optimizer, changed, again = before(model.parameters()), now(other.parameters()), before(other.parameters())
 
     def loss() -> torch.Tensor:
-        optimizer.zero_grad()
         value = model(torch.ones(3, 4)).square().sum()
         value.backward()
         return value
 
-    for _ in range(2):
-        optimizer.step(loss)  # type: ignore[arg-type]
+    optimizer.step(loss)
     save(base, model=model, optimizer=optimizer)
-    other = nn.Linear(4, 2)
-    changed = _MAKERS[now](other.parameters())
-    had = state_of(changed)
     with pytest.raises(LoadError, match="lacks .*optimizer." + re.escape(lacking)):
         resumed(base, model=other, optimizer=changed)
-    assert state_of(changed).keys() == had.keys()
-    again = _MAKERS[before](other.parameters())
+    assert not changed.state
     assert resumed(base, model=other, optimizer=again) == 1
     assert_same_state(again, optimizer)
 
@@ -273,14 +269,15 @@ def test_what_is_not_tracked_any_more_is_told(base: Path, caplog: pytest.LogCapt
     assert "also has state of 'model', 'other', which is not tracked now" in caplog.text
 
 
-def test_object_that_refuses_its_state(base: Path) -> None:
-    class Refusing(Stored):
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            if state["value"] > 10:
-                torch.rand(3)
-                raise ValueError("too much")
-            super().load_state_dict(state)
+class Refusing(Stored):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["value"] > 10:
+            torch.rand(3)
+            raise ValueError("too much")
+        super().load_state_dict(state)
 
+
+def test_object_that_refuses_its_state(base: Path) -> None:
     saved_twice(base, stored=Stored(10))
     refusing = Refusing()
     assert resumed(base, stored=refusing) == 1
@@ -292,10 +289,19 @@ def test_object_that_refuses_its_state(base: Path) -> None:
     assert torch.equal(torch.get_rng_state(), generators)
 
 
-def test_checkpoint_of_another_door(base: Path) -> None:
-    from tests.support.dcp import Door
-
+def test_what_another_way_in_has_saved_is_neither_loaded_nor_passed_over(base: Path) -> None:
+    """Nobody would see that an older version is gone back to, and what is newer would be overwritten."""
+    save(base, stored=Stored(1))
+    with Checkpointer(base, Config(keep=2)) as engine:
+        assert engine.latest() == engine.id(1)
+        made = engine.begin(2, explicit=True)
+        made.fill([("a", torch.ones(10))])
+        made.commit()
+        made.verified.result(20)
+    with pytest.raises(LoadError, match="not saved through DCP"):
+        resumed(base, stored=Stored())
     door = Door(base)
+    door.latest()
     door.save({"stored": torch.ones(3)}, 3)
     door.close()
     with pytest.raises(LoadError, match="not saved by a Flashpoint"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 
 import pytest
 from hypothesis import example, given
@@ -56,6 +57,12 @@ def test_any_text_is_a_message_or_a_typed_error(text: bytes, request: bool) -> N
         return
     assert isinstance(subject, str) if request else subject is None or isinstance(subject, dict)
     assert isinstance(fields, dict)
+
+
+def test_a_payload_that_no_memory_can_hold_is_refused() -> None:
+    assert TRANSFERS.parse_head(struct.pack(">4sIIQ", b"MLFm", 2, 0, 5)) == (2, 0, 5)
+    with pytest.raises(ProtocolError):
+        TRANSFERS.parse_head(struct.pack(">4sIIQ", b"MLFm", 2, 0, 2**63))
 
 
 # ---- handshake --------------------------------------------------------------------------------------------------

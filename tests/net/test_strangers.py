@@ -218,7 +218,7 @@ def _head(text: int, blobs: int, magic: bytes = b"MLFm", payload: int = 0) -> by
 
 
 NONSENSE = [
-    _head(10, 0, b"XXXX") + bytes(20),
+    _head(8, 0, b"MLFd") + b'["a",{}]',
     _head(messages.JSON_BYTES + 1, 0),
     _head(2, messages.BLOBS + 1),
     _head(2, 1) + struct.pack(">I", messages.BLOB_BYTES + 1) + b"{}",

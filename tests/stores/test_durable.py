@@ -146,6 +146,9 @@ def test_what_failed_goes_before_the_next_one_is_written(store: DurableVersions)
         {"world_size": 2**30},
         {"job": 7},
         {"save_id": "000000007"},
+        {"save_id": 7},
+        {"world_size": 0},
+        {"world_size": "2"},
     ],
 )
 def test_markers_are_distrusted(store: DurableVersions, fields: dict[str, object]) -> None:

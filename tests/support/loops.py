@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ml_flashpoint import Flashpoint
+from tests.support.tensors import raw
 from tests.workers.training import Job
 
 
@@ -74,8 +76,8 @@ def saved_twice(base: Path, **tracked: Any) -> None:
 
 
 def damage(base: Path, step: int) -> None:
-    """Flips a byte in the middle of every object of a version."""
-    for path in (base / f"step-{step}_ckpt").glob("*.safetensors"):
+    """Flips a byte in the middle of every object of a version, in a base container or a durable store."""
+    for path in base.rglob(f"step-{step}_ckpt/*.safetensors"):
         data = bytearray(path.read_bytes())
         data[len(data) // 3] ^= 1
         path.unlink()  # not through the link, into a slot
@@ -92,28 +94,29 @@ def save(base: Path, step: int = 1, **tracked: Any) -> None:
         fp.track(**tracked).save(step)
 
 
-def trained(model: nn.Module, make: Callable[..., torch.optim.Optimizer], *inputs: torch.Tensor) -> Any:
-    optimizer = make(model.parameters())
-    for x in inputs or (torch.ones(3, 4), torch.arange(12.0).view(3, 4)):
-        model(x).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
-
-
 def state_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     return dict(optimizer.state_dict()["state"])
 
 
 def assert_same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
-    assert state_of(one).keys() == state_of(other).keys()
-    for number, values in state_of(one).items():
-        assert values.keys() == state_of(other)[number].keys()
-        for key, value in values.items():
-            torch.testing.assert_close(value, state_of(other)[number][key], rtol=0, atol=0)
-    assert one.state_dict()["param_groups"] == other.state_dict()["param_groups"]
+    """Both have the same state and groups, bit for bit."""
+    assert comparable(one.state_dict()) == comparable(other.state_dict())
+
+
+def comparable(value: Any) -> Any:
+    """The value with bytes in the place of tensors."""
+    if isinstance(value, torch.Tensor):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        return local.dtype, tuple(value.shape), raw(local)
+    if isinstance(value, dict):
+        return {key: comparable(each) for key, each in value.items()}
+    return [comparable(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def trained_model() -> dict[str, Any]:
+    """A model, and an optimizer that has state."""
     model = nn.Linear(4, 2)
-    return {"model": model, "optimizer": trained(model, torch.optim.AdamW)}
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(12.0).view(3, 4)).square().sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}

@@ -255,15 +255,10 @@ def save_while_accumulating(report: Report, rank: int) -> tuple[list[int], str, 
         return steps, caught, fp.last_saved
 
 
-UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "elastic_checkpoint": {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
-}
-
-
-def refused(report: Report, rank: int, name: str) -> tuple[str, str]:
+def refused(report: Report, rank: int, config: dict[str, Any]) -> tuple[str, str]:
     """Return the error of an engine that is not supported."""
     try:
-        DeepSpeedFlashpoint(make_engine("stage 1", rank, 0, **UNSUPPORTED[name]), base())
+        DeepSpeedFlashpoint(make_engine("stage 1", rank, 0, **config), base())
     except FlashpointError as error:
         return type(error).__name__, str(error)
     return "", ""

@@ -8,13 +8,9 @@ of a `tests.support.cluster.Cluster`; its functions are for children of `tests.s
 from __future__ import annotations
 
 import argparse
-import ctypes
 import hashlib
 import logging
-import os
 import random
-import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -158,130 +154,6 @@ def train(report: Report, base: str, steps: int, pace_s: float = 0.0) -> dict[st
             report("step", step)
             time.sleep(pace_s)
     return job.digests()
-
-
-class Interrupted:
-    """An object with state that stops the process when it is to load it."""
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"some": "state"}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._report("loading")
-        signal.pause()
-
-
-def resume_and_hang(report: Report, base: str) -> None:
-    """Gets half through a recovery: tensors are loaded, the rest is not."""
-    job = Job(seed=5)
-    fp = Flashpoint(base)
-    fp.track(model=job.model, optimizer=job.optimizer, scheduler=job.scheduler, data=Interrupted(report)).resume()
-
-
-class SignalsItself:
-    """An object that sends SIGTERM to its process while its state is taken for the third save."""
-
-    def __init__(self) -> None:
-        self._asked = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        self._asked += 1
-        if self._asked == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return {"asked": self._asked}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._asked = state["asked"]
-
-
-def _persisting(base: str, grace_s: float = 30.0) -> Flashpoint:
-    """Whose versions are persisted once they have to be, and not before."""
-    return Flashpoint(base, grace_s=grace_s, persist=f"{base}-store", persist_every=10**6)
-
-
-def terminate_while_saving(report: Report, base: str, how: str) -> None:
-    """Gets SIGTERM right after a save has begun (`after`), or in the midst of its begin (`within`)."""
-    fp = _persisting(base)
-    fp.track(big=nn.Linear(4096, 4096), **({"self": SignalsItself()} if how == "within" else {})).resume()
-    for _ in range(3):
-        fp.wait()
-        fp.step()
-    if how == "after":
-        os.kill(os.getpid(), signal.SIGTERM)
-    report("goes on")
-    fp.step()
-    report("survived")
-
-
-def terminate_and_come_to_no_step(report: Report, base: str) -> None:
-    """Gets SIGTERM, and does something else for long."""
-    fp = _persisting(base, grace_s=3.0)
-    fp.track(big=nn.Linear(64, 64)).step()
-    os.kill(os.getpid(), signal.SIGTERM)
-    report("goes on")
-    for _ in range(600):
-        time.sleep(0.1)
-    report("survived")
-
-
-def terminate_with_handler(report: Report, base: str) -> list[str]:
-    """Chains to a handler of the program's own; says in which order things happened."""
-    said: list[str] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: said.append(f"handler, persisted {fp.health.persisted}"))
-    with _persisting(base) as fp:
-        fp.track(big=nn.Linear(64, 64)).save(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        said.append("goes on")
-        fp.save(2)
-        said.append("saved")
-        os.kill(os.getpid(), signal.SIGTERM)
-    said.append("closed")
-    os.kill(os.getpid(), signal.SIGTERM)
-    return said
-
-
-def terminate_twice(report: Report, base: str) -> None:
-    """Gets a second SIGTERM before it has come to a step."""
-    fp = _persisting(base)
-    fp.track(big=nn.Linear(64, 64)).step()
-    os.kill(os.getpid(), signal.SIGTERM)
-    report("goes on")
-    os.kill(os.getpid(), signal.SIGTERM)
-    report("survived")
-
-
-def hang_in_native_code(report: Report, base: str) -> None:
-    """Hangs where no Python handler runs, right after a save has begun."""
-    fp = _persisting(base)
-    fp.track(big=nn.Linear(4096, 4096)).step()
-    threading.Timer(0.5, report, ["hangs"]).start()
-    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-    library.pthread_mutex_lock(mutex)
-    library.pthread_mutex_lock(mutex)
-
-
-def fork_while_saving(report: Report, base: str) -> tuple[int, bool]:
-    """Forks a child, and ends it by SIGTERM; its exit status, and whether saving goes on here."""
-    with _persisting(base) as fp:
-        fp.track(big=nn.Linear(2048, 2048)).step()
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.write(writer, b"up")
-            for _ in range(600):  # a signal that comes right before a call that blocks is acted on after it
-                time.sleep(0.1)
-            os._exit(0)
-        os.read(reader, 2)
-        os.kill(pid, signal.SIGTERM)
-        began = time.monotonic()
-        _, status = os.waitpid(pid, 0)
-        report("took", time.monotonic() - began)
-        time.sleep(1.5)  # longer than it takes to find that the main thread does not respond
-        fp.step()
-        return os.waitstatus_to_exitcode(status), fp.wait()
 
 
 # ---- as a rank of a cluster -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import psutil
 
@@ -46,6 +46,8 @@ from ml_flashpoint.format.errors import InvalidArgumentError
 _log = logging.getLogger(__name__)
 _STOP_S = 20.0
 _MISSING: Any = object()
+
+_Arguments = ParamSpec("_Arguments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,13 @@ def stats_of(answers: Sequence[Mapping[str, Any]], state: Mapping[str, Any], opt
     ]
 
 
+def _with_arguments_of(
+    options: Callable[_Arguments, Options],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, _Arguments], None]]:
+    """Tell type checkers that an initializer takes the arguments that options have."""
+    return lambda initialize: initialize
+
+
 class DDict(MutableMapping[Any, Any]):
     """A dictionary whose values live in manager processes, in memory, and outlive the processes that write them.
 
@@ -115,6 +124,7 @@ class DDict(MutableMapping[Any, Any]):
 
     __signature__ = inspect.signature(Options)
 
+    @_with_arguments_of(Options)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         options = Options(*args, **kwargs)
         if options.persists and not (options.persist_count or options.read_only or options.restore_from is not None):
@@ -247,12 +257,9 @@ class DDict(MutableMapping[Any, Any]):
     def popitem(self) -> tuple[Any, Any]:
         """Delete some key and return it with its value. Raise `DDictKeyError` if there is none."""
         deadline = self._begin()
-        while keys := list(self._access.keys(self._access.managers, deadline)):
-            for key in keys:
-                with contextlib.suppress(DDictKeyError):
-                    return key, self._pop(key, _MISSING, deadline)
-                if time.monotonic() >= deadline:
-                    raise DDictTimeoutError("other handles have popped every key before this one")
+        for key in self._access.keys(self._access.managers, deadline):
+            with contextlib.suppress(DDictKeyError):  # another handle was faster
+                return key, self._pop(key, _MISSING, deadline)
         raise DDictKeyError("the dictionary is empty", checkpoint_id=self.checkpoint_id)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:

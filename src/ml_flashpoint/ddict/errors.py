@@ -13,16 +13,10 @@ from ml_flashpoint.net.messages import Dialect, errors_of
 
 
 class DDictError(FlashpointError):
-    """Base of the errors of dictionaries.
-
-    Args:
-        message: see `FlashpointError`, as for its other keywords.
-        manager: number of the manager concerned.
-        checkpoint_id: checkpoint concerned.
-    """
+    """Base of the errors of dictionaries. ``manager`` and ``checkpoint_id`` are those concerned, if any; ``retryable``
+    errors are of calls that may succeed later, without anything else being done."""
 
     retryable = False
-    """True if the same call may succeed later, without anything else being done."""
 
     def __init__(
         self, message: str, *, manager: int | None = None, checkpoint_id: int | None = None, **context: Any
@@ -137,13 +131,7 @@ class StaleRequestError(DDictError):
 
 
 class ProcessFailedError(DDictError):
-    """A process of a group ended with an exit code other than 0, or by a signal.
-
-    Args:
-        message: see `DDictError`, as for its other keywords.
-        puid: of the process.
-        exit_code: negative for the number of a signal.
-    """
+    """A process of a group, ``puid``, ended with an ``exit_code`` other than 0, negative for the number of a signal."""
 
     def __init__(self, message: str, *, puid: int | None = None, exit_code: int | None = None, **context: Any) -> None:
         super().__init__(message, **context)

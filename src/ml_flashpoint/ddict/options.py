@@ -229,20 +229,13 @@ def checked_timeout(timeout: float | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """The options of a dictionary, and what all of its processes are told besides.
+    """The options of a dictionary, and what all of its processes are told besides."""
 
-    Attributes:
-        dictionary: id, 12 hexadecimal digits.
-        base: folder of the dictionary; each node has ``node-<k>`` in it, on its own machine.
-        coordinator: its address; None: all is in that folder, on one machine.
-        holders: see `Options.holders`.
-    """
-
-    dictionary: str
+    dictionary: str  # id, 12 hexadecimal digits
     options: Options
-    base: str
-    coordinator: Sequence[Any] | None
-    holders: Sequence[Sequence[int]]
+    base: str  # folder of the dictionary; each node has ``node-<k>`` in it, on its own machine
+    coordinator: Sequence[Any] | None  # its address; None: it is in that folder, on one machine
+    holders: Sequence[Sequence[int]]  # see `Options.holders`
     secret: bytes = dataclasses.field(repr=False)
 
     @property

@@ -19,7 +19,7 @@ from tests.workers import deepspeed_training as worker
 pytestmark = pytest.mark.slow(60)
 forked.preload("tests.workers.deepspeed_training")
 
-OTHERS = [kind for kind in worker.KINDS if kind not in ("stage 0", "stage 1, bf16", "stage 3")]
+OTHERS = ["stage 1", "stage 1, bf16, fp32 gradients", "stage 2, offloaded", "stage 3, bf16"]  # soak: all
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -30,17 +30,13 @@ def test_an_engine_goes_on_as_if_nothing_had_happened(tmpfs: Path, kind: str) ->
 
 
 @pytest.mark.parametrize("kind", ["stage 1", "stage 3"])
-@pytest.mark.parametrize("options", [{}, {"on_world_size_change": "keep"}], ids=["by default", "keep"])
-def test_partitions_of_another_number_of_ranks_are_refused(tmpfs: Path, kind: str, options: dict[str, str]) -> None:
+def test_another_number_of_ranks_and_another_stage_are_refused(tmpfs: Path, kind: str) -> None:
     call_team(worker.train, tmpfs, 2, kind, tmpfs, 0, 2, 2)
-    ((error, text),) = call_team(worker.resume_error, tmpfs, 1, kind, options)
-    assert error == "ReshardError"
-    assert "saved by 2 ranks, loaded by 1, and under ZeRO each has a partition of its own" in text
-
-
-def test_another_stage_is_refused(tmpfs: Path) -> None:
-    call_team(worker.train, tmpfs, 2, "stage 1", tmpfs, 0, 2, 2)
-    for error, text in call_team(worker.resume_error, tmpfs, 2, "stage 2", {}):
+    for options in ({}, {"on_world_size_change": "keep"}):
+        ((error, text),) = call_team(worker.resume_error, tmpfs, 1, kind, options)
+        assert error == "ReshardError"
+        assert "saved by 2 ranks, loaded by 1, and under ZeRO each has a partition of its own" in text
+    for error, text in call_team(worker.resume_error, tmpfs, 2, "stage 2", {}) if kind == "stage 1" else ():
         assert error == "LoadError"
         assert "zero_optimization.stage was 1, and is 2" in text
 
@@ -74,8 +70,8 @@ def test_gradients_that_are_accumulated_are_in_no_checkpoint(tmpfs: Path) -> Non
     assert saved == 2
 
 
-@pytest.mark.parametrize("name", worker.UNSUPPORTED)
-def test_engines_with_state_elsewhere_are_refused(tmpfs: Path, name: str) -> None:
-    ((error, text),) = call_team(worker.refused, tmpfs, 1, name)
+def test_engines_with_state_elsewhere_are_refused(tmpfs: Path) -> None:
+    elastic = {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}
+    ((error, text),) = call_team(worker.refused, tmpfs, 1, elastic)
     assert error == "InvalidArgumentError"
-    assert name in text
+    assert "elastic_checkpoint" in text

@@ -253,13 +253,8 @@ class Handle:
     def get(self, manager: int, key: bytes, *, deadline: float, copy: bool = False, wait: bool = False) -> Found:
         """Read a key at one manager; ``wait``: for the key to be written, if the dictionary does."""
 
-        def request(exchange: Exchange, whose: Whose) -> Found:
-            # A manager elsewhere, which it may be since a moment ago, sends large values along.
-            answer = exchange.request(asked.Get(whose, wait, remote=not exchange.local), key)
-            return _found(answer.fields, answer.blobs, copy)
-
         try:
-            return self.call(manager, request, deadline)
+            return self._get(manager, key, deadline=deadline, copy=copy, wait=wait)
         except FlashpointError:
             raise
         except Exception as error:  # whatever unpickling raises
@@ -268,6 +263,14 @@ class Handle:
                 manager=manager,
                 hint="its class must be importable in this process, too",
             ) from error
+
+    def _get(self, manager: int, key: bytes, *, deadline: float, copy: bool = False, wait: bool = False) -> Found:
+        def request(exchange: Exchange, whose: Whose) -> Found:
+            # A manager elsewhere, which it may be since a moment ago, sends large values along.
+            answer = exchange.request(asked.Get(whose, wait, remote=not exchange.local), key)
+            return _found(answer.fields, answer.blobs, copy)
+
+        return self.call(manager, request, deadline)
 
     def write(
         self, manager: int, key: bytes, encoded: values.Encoded, flags: int = 0, *, expected: int = -1, deadline: float
@@ -363,12 +366,10 @@ class Handle:
             try:
                 if error is not None:
                     raise REQUESTS.rebuild(error)
-                value = _found(own, its, copy=False).value
-            except StaleValueError:  # it was written anew between the answer and the look at it
                 try:
-                    value = self.get(manager, key, deadline=deadline).value
-                except DDictKeyError:
-                    continue
+                    value = _found(own, its, copy=False).value
+                except StaleValueError:  # it was written anew between the answer and the look at it
+                    value = self._get(manager, key, deadline=deadline).value
             except DDictKeyError:
                 continue  # deleted in between
             except FlashpointError:

@@ -34,26 +34,17 @@ _CATCH_UP_S = 60.0
 
 
 class Standing:
-    """The place of a handle, and what of its writes can be lost. Thread-safe.
-
-    Attributes:
-        joined: True if it counts as writing: only then does it matter where it is, and that it leaves.
-        written: since it went back last.
-        lost: what it has to go back for before it writes or moves, as `errors.writes_lost` has it.
-        untold: what it has to be told before anything else.
-        generation: of its requests; see `fence`.
-        going_back: the rollback that is not done: whatever the handle does next finishes it.
-        astray: True if the coordinator may take it to be elsewhere.
-    """
+    """The place of a handle, and what of its writes can be lost. Thread-safe."""
 
     def __init__(self, handle: str, session: str, checkpoint_id: int, epoch: int) -> None:
         self.handle, self.session, self.checkpoint_id, self.epoch = handle, session, checkpoint_id, epoch
-        self.joined = self.astray = False
-        self.written = Written()
-        self.lost: tuple[str, int, int | None] | None = None
-        self.untold: DDictError | None = None
-        self.generation = 0
-        self.going_back: Back | None = None
+        self.joined = False  # counts as writing: only then does it matter where it is, and that it leaves
+        self.astray = False  # the coordinator may take it to be elsewhere
+        self.written = Written()  # since it went back last
+        self.lost: tuple[str, int, int | None] | None = None  # to go back for before it writes, for `writes_lost`
+        self.untold: DDictError | None = None  # to be told before anything else
+        self.generation = 0  # of its requests; see `fence`
+        self.going_back: Back | None = None  # a rollback that is not done: whatever it does next finishes that
         self._base = (-1, 0)  # where the epoch began: a checkpoint and the number of its cut
         self._lock = threading.Lock()
 
@@ -157,15 +148,11 @@ class Session:
 
     One thread hears of epochs by it, for handles that do nothing: others may wait for what they say. Another one
     detaches handles that were garbage collected. Thread-safe.
-
-    Attributes:
-        id: of the session.
-        standings: of handles that have joined; each change is one step.
     """
 
     def __init__(self, links: Links) -> None:
         self.id = secrets.token_hex(8)
-        self.standings: dict[str, Standing] = {}
+        self.standings: dict[str, Standing] = {}  # of handles that have joined; each change is one step
         self._links = links
         self._lock = threading.Lock()
         self._attached, self._closed = threading.Event(), threading.Event()

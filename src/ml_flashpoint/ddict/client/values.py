@@ -168,14 +168,9 @@ def _part_of(value: object) -> tuple[torch.Tensor, PartType] | None:
         return value.detach(), PartType(b"T", _describe(dtype_name(value.dtype), value.shape))
     if not _is_plain_array(value):
         return None
-    array, its = value, PartType(b"A", _describe(value.dtype.str, value.shape))
-    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
-        array = array.copy(order="C")
-    try:
-        return _tensor_over(array), its
-    except (TypeError, ValueError):  # torch has no such dtype
-        # Its bytes. In C order, since only then are they those of an array of this shape.
-        return _tensor_over(np.ascontiguousarray(array).reshape(-1).view(np.uint8)), its
+    # Its bytes, in C order: torch has not each dtype, and no strides below zero.
+    octets = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return _tensor_over(octets), PartType(b"A", _describe(value.dtype.str, value.shape))
 
 
 def _is_plain_tensor(value: object) -> TypeGuard[torch.Tensor]:

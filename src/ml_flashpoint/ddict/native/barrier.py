@@ -107,10 +107,7 @@ class Barrier:
 
     Args:
         parties: how many have to wait for all to pass.
-        timeout: seconds, for every `wait` that does not give its own.
-
-    Raises:
-        InvalidArgumentError: an argument is out of range.
+        timeout: seconds, for every `wait` that does not give its own; None: without end.
     """
 
     def __init__(self, parties: int, *, timeout: float | None = None) -> None:
@@ -141,14 +138,11 @@ class Barrier:
         return bool(self._ask("state")["broken"])
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until as many as there are parties do; a number from 0, another one for each of them.
-
-        Args:
-            timeout: seconds; by default those of the barrier, or without end.
+        """Wait until as many as there are parties do. Return a number from 0, another one for each of them.
 
         Raises:
             BarrierBrokenError: not all came: one died, or gave up.
-            DDictTimeoutError: this one gave up, which breaks the barrier.
+            DDictTimeoutError: not in ``timeout`` seconds, or those of the barrier: this one gives up, which breaks it.
             DDictDestroyedError: the process that made the barrier is gone, or has closed it.
         """
         timeout = self._timeout if timeout is None else _checked_timeout(timeout)

@@ -29,7 +29,6 @@ MOST_DEATHS, DEATHS_WITHIN_S = 5, 10.0
 """A manager that dies more often than this, within so many seconds or before it serves, stays down."""
 START_TIMEOUT_S = 60.0
 
-_END_S = 30.0
 # The current directory, whatever lies there, is first on the path at first: what is imported then is built in.
 # Collections take a sixth of the time of all imports; `main` has them again.
 _PROGRAM = (
@@ -71,10 +70,6 @@ class EmbeddedRuntime(Runtime):
     Making one makes the dictionary's folder, and removes those of dictionaries that nobody uses any more. When this
     process ends, in whatever way, the managers end too and the folder goes. ``detached``: see `supervisor.main`. Raises
     `DDictError`: the folder cannot be made.
-
-    Attributes:
-        ready: process id of each manager that serves.
-        down: why a manager has no process, and gets none any more.
     """
 
     def __init__(self, *, detached: bool = False) -> None:
@@ -82,27 +77,22 @@ class EmbeddedRuntime(Runtime):
         sweep(root)
         self._hold = make_folder(root)
         self.base = self._hold.folder
-        self.ready: dict[int, int] = {}
-        self.down: dict[int, FlashpointError] = {}
+        self.ready: dict[int, int] = {}  # process id of each manager that serves
+        self.down: dict[int, FlashpointError] = {}  # why a manager has no process, and gets none any more
         self._pids: dict[int, int] = {}
         self._detached = detached
         self._changed = threading.Condition()
         self._control: Connection | None = None  # of the supervisor
+        self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         super().__init__()
 
     def start(self, configs: Sequence[Mapping[str, Any]], *, restarted: bool = False) -> None:
         """Start a manager for each configuration, and wait until all are ready. To be called once.
 
-        Args:
-            configs: those of `Manager`, but for ``incarnation`` and ``restarted``, which they get later. They travel by
-                socket, so they may hold secrets.
-            restarted: True if there were managers before these, so that all count as started again.
-
-        Raises:
-            FlashpointError: a manager could not start; ``manager`` says which, the message why. All have ended then.
-            DDictTimeoutError: not all were ready in time. All have ended then.
-        """
+        ``configs``: those of `Manager`, but for ``incarnation`` and ``restarted``; they may hold secrets.
+        ``restarted``: there were managers before these. Raises `FlashpointError` if a manager could not start, or not
+        in time: all have ended then."""
         if self.is_stopped:
             raise DDictDestroyedError("the managers were stopped, or are those of the parent of this process")
         told = {"folder": str(self.base), "cwd": os.getcwd(), "environment": dict(os.environ), "restarted": restarted}
@@ -143,30 +133,33 @@ class EmbeddedRuntime(Runtime):
                     # Signals of the terminal are for the creator: what it leaves behind then ends by itself.
                     start_new_session=True,
                 )
-            control.send(told)
+            with contextlib.suppress(OSError):  # it ended at once, which is heard next
+                control.send(told)
             return control, process
         except (OSError, ValueError) as error:
             raise DDictError(f"the processes of managers cannot be made: {error}") from error
 
     def _supervise(self, told: Mapping[str, Any]) -> None:
         """Start what supervises the managers, hear of them, and start it again if it ends."""
+        served = True
         try:
             while True:
                 with self._changed:
-                    if self.is_stopped or self.down:
+                    if self.is_stopped:
                         return
-                    self._control, process = self._spawn(told)
+                    if not served:
+                        raise DDictError("the processes of managers cannot be made: what starts them ended at once")
+                    if self.ready:
+                        _log.warning("what starts the managers of %s ended, and is started again with them", self.base)
+                    self._pids.clear()
+                    self.ready.clear()
+                    self.down.clear()
+                    self._control, self._process = self._spawn(told)
                 with contextlib.suppress(OSError, EOFError), self._control as control:
                     while True:
                         self._hear(*control.recv())
-                process.wait()
-                with self._changed:
-                    served = bool(self.ready)
-                    self._pids.clear()
-                    self.ready.clear()
-                    if not (served or self.is_stopped or self.down):
-                        raise DDictError("the processes of managers cannot be made: what starts them ended at once")
-                told = {**told, "restarted": True}
+                self._process.wait()
+                served, told = bool(self.ready), {**told, "restarted": True}
         except FlashpointError as error:
             with self._changed:
                 self.down[-1] = error
@@ -202,7 +195,10 @@ class EmbeddedRuntime(Runtime):
                     with contextlib.suppress(OSError):
                         self._control.send(timeout_s)
             if self._thread is not None and self._thread.ident is not None:
-                self._thread.join(timeout_s + _END_S)
+                self._thread.join(timeout_s + END_GRACE_S)
+                if self._thread.is_alive() and self._process is not None:
+                    self._process.kill()  # it is stopped, perhaps; managers end with it
+                    self._thread.join(END_GRACE_S)
         finally:
             self._hold.close()
             if not remove_unused(self.base):

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -49,29 +50,22 @@ def test_signatures_of_the_recipe() -> None:
 
 
 @pytest.mark.skipif(not HAS_NEMO, reason="NeMo is not installed")
-def test_bad_arguments_of_the_callback_fail_at_once() -> None:
-    from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpointCallback
-    from ml_flashpoint.format.errors import InvalidArgumentError
-
-    for name, options in {
-        "every_n_steps": {"every_n_steps": 0},
-        "skip_every_n_steps": {"every_n_steps": 1, "skip_every_n_steps": -1},
-        "enabled": {"every_n_steps": 1, "enabled": "yes"},
-        "keep_mlf_checkpoint_on_train_end": {"every_n_steps": 1, "keep_mlf_checkpoint_on_train_end": None},
-        "overlap": {"every_n_steps": 1, "overlap": 1},
-        "checkpoint_base_container": {"checkpoint_base_container": "relative", "every_n_steps": 1},
-    }.items():
-        with pytest.raises(InvalidArgumentError, match=name):
-            MLFlashpointCheckpointCallback(**{"checkpoint_base_container": "/dev/shm/never", **options})
-
-
-@pytest.mark.skipif(not HAS_NEMO, reason="NeMo is not installed")
-def test_several_ranks_must_have_their_processes_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_arguments_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import nemo.lightning as nl
 
+    from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpointCallback
     from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint as wrap
     from ml_flashpoint.format.errors import InvalidArgumentError
 
+    usual = {"checkpoint_base_container": "/dev/shm/never", "every_n_steps": 1}
+    bad = {"every_n_steps": 0, "skip_every_n_steps": -1, "enabled": "yes", "keep_mlf_checkpoint_on_train_end": None}
+    for name, value in {**bad, "overlap": 1, "checkpoint_base_container": "relative"}.items():
+        with pytest.raises(InvalidArgumentError, match=name):
+            MLFlashpointCheckpointCallback(**{**usual, name: value})  # type: ignore[arg-type]
+    for name, value in {"persist_every": 0, "keep": 0, "grace_s": 0}.items():
+        options: dict[str, Any] = {"persist": "memory://any", name: value}
+        with pytest.raises(InvalidArgumentError, match=name):
+            wrap(None, "/dev/shm/never", True, **options)
     trainer = nl.Trainer(accelerator="cpu", devices=1, strategy=nl.MegatronStrategy(), logger=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InvalidArgumentError, match=r"call trainer\.strategy\.setup_environment\(\) first"):

@@ -42,6 +42,7 @@ from ml_flashpoint.format.errors import (
     NothingLoadableError,
     ReshardError,
     SaveError,
+    without_frames,
 )
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.names import MAX_STEP, CheckpointContainerId, SaveId
@@ -144,6 +145,7 @@ class Checkpointer(engine.Checkpointer):
         """
         self.answer_sigterm()
         self.check_usable("load(state)")
+        step = checked_integer("step", step, 0, MAX_STEP)
         return self.save_tracked(step, self._tracked_of(state), explicit=explicit)
 
     def answer_sigterm(self) -> None:
@@ -198,7 +200,8 @@ class Checkpointer(engine.Checkpointer):
             captured.tensors = ()
             save.commit(items=partial(self._items, written, captured, copies))
         except Exception as caught:
-            save.fail(caught)
+            _log.debug("the save of step %d has failed", step, exc_info=caught)
+            save.fail(without_frames(caught))
         except BaseException:  # the program is being interrupted
             save.fail(SaveError("interrupted", step=step, rank=self.ranks.rank))
             raise

@@ -41,18 +41,38 @@ Through = Callable[[Iterable[Any]], Iterable[Any]]
 _STATEFUL = "use torchdata's StatefulDataLoader, which has a state of its own (pip install torchdata)"
 
 
-class Loaders:
-    """The loaders that a program has tracked, which has done so many steps of training."""
+@dataclass
+class Loop:
+    """The loop of a program. Refers to no loader: one in a cycle waits for the collector, and that for its workers.
 
-    def __init__(self, steps_done: Callable[[], int]) -> None:
-        self.steps_done = steps_done
+    Attributes:
+        steps: of training that were done.
+        loaders: names of those that are tracked. uses_any: False until the program loops over one of them.
+    """
+
+    steps: int = 0
+    loaders: list[str] = field(default_factory=list)
+    uses_any: bool = False
+
+    def warn_if_unused(self) -> None:
+        """Warn if the program loops over none of the loaders."""
+        if not self.uses_any:
+            text = "nobody loops over fp.batches(...) of what is tracked as %s: a restart begins an epoch anew"
+            _log.warning(text, ", ".join(self.loaders))
+
+
+class Loaders:
+    """The loaders that a program has tracked."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
         self._places: dict[str, LoaderState] = {}
 
     def tracked(self, name: str, value: object) -> object:
         """Return what is tracked of a value: its place, if it is a `DataLoader`."""
         if not isinstance(value, data.DataLoader):
             return value
-        self._places[name] = LoaderState(name, value, self)
+        self._places[name] = LoaderState(name, value, self._loop)
         return self._places[name]
 
     def batches(self, loader: object, through: Through | None) -> LoaderBatches:
@@ -63,12 +83,6 @@ class Loaders:
                 return LoaderBatches(place, through)
         hint = "call track(loader=loader); what has a state and is no DataLoader is looped over as it is"
         raise InvalidArgumentError("must be a DataLoader that is tracked", argument="loader", value=loader, hint=hint)
-
-    def warn_if_unused(self) -> None:
-        """Warn if nobody loops over any of the loaders."""
-        if not any(each.is_looped_over for each in self._places.values()):
-            text = "nobody loops over fp.batches(...) of what is tracked as %s: a restart begins an epoch anew"
-            _log.warning(text, ", ".join(self._places))
 
 
 class LoaderBatches:
@@ -129,12 +143,13 @@ class LoaderState(PlaceInData):
         InvalidArgumentError: such a loader cannot be brought back to where it was.
     """
 
-    def __init__(self, name: str, loader: data.DataLoader[Any], loaders: Loaders) -> None:
-        self._name, self.loader, self._loaders = name, cast(Any, loader), loaders
+    def __init__(self, name: str, loader: data.DataLoader[Any], loop: Loop) -> None:
+        self._name, self.loader, self._loop = name, cast(Any, loader), loop
         # Accelerate's wrappers always have the methods; their ``__class__`` is that of the loader within.
         self._stateful = _has_state(loader) and _has_state(loader.__class__)
         _check(name, loader, stateful=self._stateful)
-        self.is_looped_over = self._stateful  # or need not be
+        loop.loaders.append(name)
+        loop.uses_any |= self._stateful  # which need not be looped over
         self.epoch = Epoch()  # the newest
         # The epoch that was loaded, until there is a step, or a save, after a pass that went on from there.
         self._pending: Epoch | None = None
@@ -149,7 +164,7 @@ class LoaderState(PlaceInData):
         """Return plain values and tensors."""
         self._saves += 1
         if self._saves == 2:  # the first one may be before the loop
-            self._loaders.warn_if_unused()
+            self._loop.warn_if_unused()
         if self._begun_at is not None:
             self._pending = None
         epoch = self.epoch
@@ -210,7 +225,7 @@ class LoaderState(PlaceInData):
 
     def begin(self, through: Through | None) -> Iterator[Any]:
         """Return the iterator for a new loop, or raise a `LoadError` if that would not give again what was given."""
-        done = self._loaders.steps_done()
+        done = self._loop.steps
         nothing_left = self.epoch.ended or (self._pending is not None and self._is_through(self._pending))
         if self._begun_at is not None and (done != self._begun_at or nothing_left):
             self._pending = None  # training has gone on, or nothing was left of what was loaded
@@ -238,7 +253,7 @@ class LoaderState(PlaceInData):
                 inner = iter(self.loader)
             is_torchdatas = type(self.loader).state_dict.__module__.startswith("torchdata.")
             self._iterator = inner if is_torchdatas and hasattr(inner, "state_dict") else None
-        self.epoch, self._begun_at, self.is_looped_over = epoch, done, True
+        self.epoch, self._begun_at, self._loop.uses_any = epoch, done, True
         if through is not None:
             epoch.own, epoch.generators = copy.deepcopy(self._own_state())
         return self._counted(epoch, inner, drawn, through)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from ml_flashpoint import events
 from ml_flashpoint.checkpointer import Checkpointer
 from ml_flashpoint.config import Config
-from ml_flashpoint.data import LoaderBatches, Loaders, Through
+from ml_flashpoint.data import LoaderBatches, Loaders, Loop, Through
 from ml_flashpoint.engine.recovery import KeptVersion
 from ml_flashpoint.format.arguments import (
     checked_base,
@@ -23,7 +23,14 @@ from ml_flashpoint.format.arguments import (
     checked_integer,
     checked_seconds,
 )
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, SaveError, SkippedError, text_of
+from ml_flashpoint.format.errors import (
+    FlashpointError,
+    InvalidArgumentError,
+    SaveError,
+    SkippedError,
+    text_of,
+    without_frames,
+)
 from ml_flashpoint.format.knobs import exit_deadline_s
 from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.format.names import MAX_STEP
@@ -96,9 +103,9 @@ class Flashpoint:
         self._world, self._ranks = default_group(), rank_group()
         self._ranks.agree_on(every_n_steps=every_n_steps)
         self._checkpointer = Checkpointer(base, config, discard_existing=discard_existing)
-        self._loaders = Loaders(lambda: self._steps)
+        self._loop = Loop()
+        self._loaders = Loaders(self._loop)
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
-        self._steps = 0
         self._tracking_ended = False
         self._told = False  # that saving works
         self._pending: list[tuple[int, Future[Manifest]]] = []  # saves that had not ended when they were looked at last
@@ -173,10 +180,10 @@ class Flashpoint:
         """
         self._check()
         recovery = self._checkpointer.load_tracked(self._tracked, step=step, fallback=fallback)
-        self._steps = recovery.step or 0
-        self._resumed_from = None if recovery.version is None else self._steps
+        self._loop.steps = recovery.step or 0
+        self._resumed_from = None if recovery.version is None else self._loop.steps
         events.announce(_log, self._ranks.rank, "%s", recovery.in_words(str(self._checkpointer.base)))
-        return self._steps
+        return self._loop.steps
 
     def versions(self) -> list[KeptVersion]:
         """Return the versions in memory that `resume` can load, newest save first. Collective."""
@@ -195,11 +202,11 @@ class Flashpoint:
             FlashpointError: a save has failed (with ``strict`` only).
         """
         self._check(saves=True)
-        self._steps += 1
-        if self._steps % self._every == 0:
-            self._save(self._steps, explicit=False)
+        self._loop.steps += 1
+        if self._loop.steps % self._every == 0:
+            self._save(self._loop.steps, explicit=False)
         self._report()
-        return self._steps
+        return self._loop.steps
 
     def save(self, step: int | None = None) -> None:
         """Save now, regardless of the schedule. If no slot is free, wait until earlier saves are copied.
@@ -210,7 +217,7 @@ class Flashpoint:
             step: step to save under; by default the number of steps done. See `Checkpointer.save`.
         """
         self._check(saves=True)
-        step = self._steps if step is None else checked_integer("step", step, 0, MAX_STEP)
+        step = self._loop.steps if step is None else checked_integer("step", step, 0, MAX_STEP)
         self._save(step, explicit=True)
         self._report()
 
@@ -228,7 +235,7 @@ class Flashpoint:
             committed = self._checkpointer.save_tracked(step, self._tracked, explicit=explicit).committed
         except Exception as error:
             committed = Future()
-            committed.set_exception(error)
+            committed.set_exception(without_frames(error))
         self._pending.append((step, committed))
 
     def _report(self) -> None:
@@ -271,7 +278,7 @@ class Flashpoint:
     @property
     def steps_done(self) -> int:
         """Number of steps done, including those before `resume`."""
-        return self._steps
+        return self._loop.steps
 
     @property
     def last_saved(self) -> int | None:

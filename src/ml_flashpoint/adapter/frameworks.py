@@ -49,7 +49,7 @@ class FrameworkFlashpoint(Flashpoint):
 
     def step_to(self, step: int) -> None:
         """Count so many steps as done, and save if a save is due."""
-        self._steps = step - 1
+        self._loop.steps = step - 1
         self.step()
 
 

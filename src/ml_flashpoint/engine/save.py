@@ -24,7 +24,14 @@ from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.committing import BytesItem, CommittingThread, Part, PartWriter, TensorItem
 from ml_flashpoint.engine.rounds import Fate, Verdict
 from ml_flashpoint.format.arguments import checked_integer
-from ml_flashpoint.format.errors import DeadlineError, FlashpointError, SaveError, SkippedError, SupersededError
+from ml_flashpoint.format.errors import (
+    DeadlineError,
+    FlashpointError,
+    SaveError,
+    SkippedError,
+    SupersededError,
+    without_frames,
+)
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.manifest import JOB_LABEL, Manifest
 from ml_flashpoint.format.names import MAX_STEP, CheckpointContainerId, SaveId
@@ -218,7 +225,8 @@ class Save:
                 manifest = Manifest(self.id, ranks.rank, ranks.world_size, ranks.node, record, labels)
                 self.part = Part(self.terms.until)
                 saves.pool.commit(slot, manifest)
-        except FlashpointError:  # which is that of the futures
+        except FlashpointError as error:  # which is that of the futures
+            without_frames(error)
             return
         saves.note_commit(self, self.id, manifest)
 

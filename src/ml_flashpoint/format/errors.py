@@ -275,6 +275,16 @@ def text_of(error: BaseException) -> str:
     return text if isinstance(error, FlashpointError) else f"{type(error).__name__}: {text}"
 
 
+def without_frames(error: BaseException) -> BaseException:
+    """Take the tracebacks from an error that is to be kept. Their frames, those of all callers among them, would keep
+    what a save had copied, and the program's objects, until a collection."""
+    each: BaseException | None = error
+    while each is not None and each.__traceback__ is not None:  # a cause may be its own
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error
+
+
 def is_damage(error: BaseException) -> bool:
     """Return True if a part is missing, or not as it was saved. Looking again finds the same."""
     return isinstance(error, _DAMAGE)

@@ -26,6 +26,7 @@ from ml_flashpoint.format.errors import (
     InvalidNameError,
     NothingLoadableError,
     SaveError,
+    without_frames,
 )
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.manifest import Manifest
@@ -311,6 +312,7 @@ class LocalCheckpointManager(OverlappingDoor):
             save.fail(error)
             if not isinstance(error, Exception):
                 raise
+            without_frames(error)
         return save
 
     def _conclude(self, iteration: int, committed: Future[Manifest]) -> None:

@@ -117,8 +117,8 @@ class DeepSpeedFlashpoint(Flashpoint):
         super().resume(None if fallback is None else partial(self._load_durable, fallback), step=step)
         if self._resumed_from is not None:
             self._of_engine.settle()
-        self._steps = self._engine.global_steps
-        return self._steps
+        self._loop.steps = self._engine.global_steps
+        return self._loop.steps
 
     def _load_durable(self, load: Callable[[], object]) -> int:
         load()
@@ -128,8 +128,8 @@ class DeepSpeedFlashpoint(Flashpoint):
         """Save if a save is due, and the engine has done a step since. While gradients are being accumulated, do
         nothing. Call it after ``engine.step()``. See `Flashpoint.step`."""
         done = int(self._engine.global_steps)
-        if done != self._steps:
-            self._steps = done - 1
+        if done != self._loop.steps:
+            self._loop.steps = done - 1
             return super().step()
         return done
 
@@ -146,7 +146,7 @@ class DeepSpeedFlashpoint(Flashpoint):
             raise InvalidArgumentError(
                 text, argument="step", value=step, hint="save when engine.global_steps has grown"
             )
-        self._steps = engine.global_steps
+        self._loop.steps = engine.global_steps
         super().save()
 
 

@@ -442,7 +442,7 @@ def _read(d: DDict, key: int) -> torch.Tensor:
 # ---- as many processes as may write ----------------------------------------------------------------------------------
 
 
-MOST = (MAX_CONNECTIONS - 2) // 2  # each of the two managers has a connection, too
+MOST = MAX_CONNECTIONS // 2
 
 
 class Process:

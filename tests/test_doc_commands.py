@@ -185,7 +185,7 @@ def test_commands_run(world: _World, page: str) -> None:
 
 
 def test_the_five_minutes(tmpfs: Path, tmp_path: Path) -> None:
-    """The whole page, with `python` and `flashpoint` of this process."""
+    """The whole page, with fewer steps, and with `python` and `flashpoint` of this process."""
     programs = tmp_path / "bin"
     programs.mkdir()
     command = "-c 'import sys; from ml_flashpoint.cli.main import main; sys.exit(main())'"
@@ -194,10 +194,12 @@ def test_the_five_minutes(tmpfs: Path, tmp_path: Path) -> None:
         (programs / name).chmod(0o755)
     page = (REPOSITORY / "docs" / "five-minutes.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "train.py").write_text(program.replace("600", "250"))
     install, *commands = (block for _, block in _BLOCK.findall(page))
     assert install.strip() in _PAGES[0].read_text(encoding="utf-8"), "tests/test_release.py installs"
-    script = "set -e\n" + "".join(commands).replace("/dev/shm/mlf-jobs", str(tmpfs))
+    script = "set -e\n" + "".join(commands).replace("/dev/shm/mlf-jobs", str(tmpfs)).replace(
+        "tail -n 300", "tail -n 40"
+    )
     environment = child_environment(PATH=f"{programs}{os.pathsep}{os.environ['PATH']}", OMP_NUM_THREADS="1")
     result = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250
@@ -205,5 +207,5 @@ def test_the_five_minutes(tmpfs: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert "the same to the last digit" in result.stdout
     printed = {line.split()[0] for line in (tmp_path / "killed.log").read_text().splitlines()}
-    assert len(printed) >= 599, "the step at which it was killed may be saved and not printed"
+    assert len(printed) >= 249, "the step at which it was killed may be saved and not printed"
     assert list(tmpfs.iterdir()) == [], "`flashpoint rm` has left something"

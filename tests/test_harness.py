@@ -124,15 +124,13 @@ def described(how: str, argv: list[str]) -> tuple[dict[str, Any], list[Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["a script", "a module", "code"])
+@pytest.mark.parametrize("kind", ["a module", "code"])
 def test_a_program_finds_what_it_finds_after_a_cold_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "script.py").write_text(_SEEN)
     (tmp_path / "probe.py").write_text(_SEEN)
-    argv = {"a script": ["folder/script.py"], "a module": ["-m", "probe"], "code": ["-c", _SEEN]}[kind]
+    argv = {"a module": ["-m", "probe"], "code": ["-c", _SEEN]}[kind]
     (first, cold), (second, one), (third, other) = (
         described(how, [sys.executable, *argv, "more", "arguments"]) for how in ("cold", "warm", "warm")
     )

@@ -17,12 +17,16 @@ HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 BLOCK = 4096
 _SIZES = (0, 1, 8, 120, BLOCK - 8, BLOCK, BLOCK + 8, 2 * BLOCK - 16, 2 * BLOCK, 2 * BLOCK + 16, 20_000, 70_000)
 _ITEM = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "bfloat16": 2, "float16": 2}
+_SPARSE = ("float32", "float64", "bfloat16", "int64", "complex64")
 _PLACEMENTS = ((0, 1), (0, 1), (0, 1), (0,), (0, 0), (0, 0, 1), (0, 1, 2), (0, 0, 1, 1), (0, 1, 0, 1))
-_DOORS = ("facade", "facade", "dcp", "dcp", "local")
+_DOORS = ("facade",) * 4 + ("dcp",) * 3 + ("local",) * 2 + (("megatron",) if HAS_MEGATRON else ())
 _SHARDINGS = ("none", "ddp", "ddp", "fsdp2", "hsdp", "tp", "mixed")
-_MEGATRON = 0.4  # of the DCP door's rounds: they are megatron-core's instead, where that is installed
-_IN_PROCESSES = 0.03  # of the DCP door's rounds: each saving process takes seconds to start
-_MODES_WITH_PROCESSES = ("sync", "thread", "process", "process")
+_IN_PROCESSES = {"dcp": 0.05, "megatron": 0.3}  # how often a door saves in processes: each takes seconds to start
+_MODES = {
+    "facade": ("thread",),
+    **dict.fromkeys(("dcp", "megatron", "local"), ("sync", "thread")),
+    "processes": ("sync", "thread", "process", "process"),
+}
 POINTS_OF_SAVES = (
     "staging", "staged", "reusing", "committing", "linked", "committed", "copying", "copied", "receiving", "received",
     "answering", "answered", "deciding", "adopting",
@@ -84,52 +88,16 @@ class Scenario:
 def draw(seed: int, doors: tuple[str, ...] = _DOORS) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(seed)
-    placement = rng.choice(_PLACEMENTS)
-    door = rng.choice(doors)
+    placement, door = rng.choice(_PLACEMENTS), rng.choice(doors)
     spec = _spec(rng, len(placement))
-    count = rng.choice((2, 2, 3, 4))
-    lives = []
+    modes = _MODES["processes" if rng.random() < _IN_PROCESSES.get(door, 0) else door]
+    count, keep, lives = rng.choice((2, 2, 3, 4)), rng.choice((1, 1, 2, 3)) if door == "facade" else 1, []
     for number in range(count):
-        lives.append(_life(rng, door, placement, last=number == count - 1))
+        life = _life(rng, modes, placement, last=number == count - 1)
+        lives.append(replace(life, looks_back=keep > 1 and rng.random() < 0.4))
         if door != "local" and rng.random() < 0.15:
             placement = rng.choice([each for each in _PLACEMENTS if len(each) > 1 or spec.sharding in ("none", "ddp")])
-    scenario = _enriched(random.Random(f"more of {seed}"), Scenario(door, spec, tuple(lives)))
-    if doors is _DOORS and door == "dcp" and HAS_MEGATRON and random.Random(f"door of {seed}").random() < _MEGATRON:
-        scenario = replace(scenario, door="megatron")
-    return _keeping(random.Random(f"kept of {seed}"), scenario) if door == "facade" else scenario
-
-
-def _keeping(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Versions beside the newest are kept, and gone back to."""
-    keep = rng.choice((1, 1, 2, 3))
-    lives = tuple(replace(life, looks_back=keep > 1 and rng.random() < 0.4) for life in scenario.lives)
-    return replace(scenario, lives=lives, keep=keep)
-
-
-def _enriched(rng: random.Random, scenario: Scenario) -> Scenario:
-    """More of what a state may be; drawn apart, so that what else a seed stands for stays as it was."""
-    ranks = len(scenario.lives[0].placement)
-    leaves = tuple(_made_sparse(rng, leaf) for leaf in scenario.spec.leaves)
-    grown = tuple(
-        replace(_made_sparse(rng, leaf), role="own", how="plain", of=str(rng.randrange(ranks)))
-        if rng.random() < 0.3
-        else _made_sparse(rng, leaf)
-        for leaf in scenario.spec.grown
-    )
-    lives = scenario.lives
-    if (scenario.door == "dcp" and rng.random() < _IN_PROCESSES) or (
-        scenario.door == "megatron" and rng.random() < 0.3
-    ):
-        lives = tuple(
-            replace(life, saves=tuple(replace(save, mode=rng.choice(_MODES_WITH_PROCESSES)) for save in life.saves))
-            for life in lives
-        )
-    return replace(scenario, spec=replace(scenario.spec, leaves=leaves, grown=grown), lives=lives)
-
-
-def _made_sparse(rng: random.Random, leaf: Leaf) -> Leaf:
-    fits = leaf.role == "buffer" and leaf.dtype in ("float32", "float64", "bfloat16", "int64", "complex64")
-    return replace(leaf, how="sparse") if fits and len(leaf.shape) == 2 and rng.random() < 0.3 else leaf
+    return Scenario(door, spec, tuple(lives), keep)
 
 
 def _spec(rng: random.Random, world_size: int) -> Spec:
@@ -145,6 +113,8 @@ def _spec(rng: random.Random, world_size: int) -> Spec:
         else:
             leaves.append(_leaf(rng, name, role, whole))
     grown = tuple(_leaf(rng, f"grown{index}", "buffer", whole) for index in range(3))
+    of_one = {"role": "own", "how": "plain", "of": str(rng.randrange(world_size))}
+    grown = tuple(replace(leaf, **of_one) if rng.random() < 0.3 else leaf for leaf in grown)  # type: ignore[arg-type]
     payload = rng.choice((3, 500, BLOCK, 10_000, 100_000, 700_000))
     return Spec(tuple(leaves), grown, sharding, rng.choice(("adamw", "adamw", "sgd", "none")), payload)
 
@@ -161,12 +131,14 @@ def _leaf(rng: random.Random, name: str, role: str, whole: bool) -> Leaf:
         return Leaf(name, role, rng.choice(((), (0, 3), (2, 0), (1, 1, 1))), dtype)
     rows = rng.choice((1, 1, 2, 3, 7, 64))
     shape = (count,) if rows == 1 else (rows, -(-count // rows))
-    how = "plain" if sharded else rng.choice(("plain", "plain", "plain", "column", "slice", "reversed"))
-    return Leaf(name, role, shape, dtype, how if role == "buffer" else "plain")
+    if role != "buffer":
+        return Leaf(name, role, shape, dtype)
+    if len(shape) == 2 and dtype in _SPARSE and rng.random() < 0.3:
+        return Leaf(name, role, shape, dtype, "sparse")
+    return Leaf(name, role, shape, dtype, rng.choice(("plain", "plain", "plain", "column", "slice", "reversed")))
 
 
-def _life(rng: random.Random, door: str, placement: tuple[int, ...], *, last: bool) -> Life:
-    modes = ("sync", "thread") if door != "facade" else ("thread",)
+def _life(rng: random.Random, modes: tuple[str, ...], placement: tuple[int, ...], *, last: bool) -> Life:
     count = rng.randrange(0 if last else 1, 7)
     # A structure that changes on one rank alone is taken up with the next save: the last one must be verified.
     saves = tuple(

@@ -1,9 +1,10 @@
 """A simulation of rounds, slots and recovery that drives the decisions of `ml_flashpoint.engine.rounds`.
 
 Deterministic: a seed gives a schedule of save calls, commits, pushes, answers and verdicts on 1 to 5 ranks and 1 to 4
-nodes, with saves that fail, saves that somebody waits for, ranks that do not agree on who writes what, messages that
-are late, readers, versions that are persisted, a store that cannot be reached, crashes, lost nodes, nodes that come
-back with old memory, and jobs that go back to an older version. `World.play` raises `Violation` if a promise is broken.
+nodes, with saves that fail, saves that somebody waits for, on all ranks, or on one where ranks are close, ranks that do
+not agree on who writes what, ranks that are ahead of others, processes that stop for a while, messages that are late,
+readers, versions that are persisted, a store that cannot be reached, crashes, lost nodes, nodes that come back with old
+memory, and jobs that go back to an older version. `World.play` raises `Violation` if a promise is broken.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
 
 from ml_flashpoint.engine.rounds import NOTHING, Answer, Fate, Leader, Member, Outcome, Verdict
 from ml_flashpoint.format.names import SaveId
@@ -28,6 +31,8 @@ BROKEN = {
     "no verdict rides": "a push does not carry the pusher's verdict",
     "answer at commit": "a rank answers that its part is copied when the part is committed",
     "no slack": "after a round without result the next one begins with the very next save",
+    "slack adds up": "a rank that comes too late for a round puts off the next one, from wherever the round had begun",
+    "given up for good": "a round that is given up for an explicit save does not go on if that one is lost",
     "greedy slots": "a rank makes more than keep + 1 slots as soon as there is memory",
     "empty first verdict": "the first verdict lists nothing",
     "one try": "the recovered version is retained for one round only",
@@ -118,22 +123,19 @@ class CarelessLeader(Leader):
 
     broken = ""
 
-    def decide(
-        self,
-        answers: Iterable[Answer],
-        *,
-        since_s: float = math.inf,
-        is_idle: bool = True,
-        persister_is_busy: bool = False,
-    ) -> Verdict | None:
+    def decide(self, answers: Iterable[Answer], **how: Any) -> Verdict | None:
         found = [each for each in answers if each.number == self.member.verdict.number]
         if self.broken == "mixed saves" and found and all(each.outcome is Outcome.COPIED for each in found):
             newest = max(each.save for each in found)
             found = [each._replace(save=newest) for each in found]
         if self.broken == "mixed tables":
             found = [each._replace(table="") for each in found]
-        is_busy = persister_is_busy and self.broken != "due while busy"
-        verdict = Leader.decide(self, found, since_s=since_s, is_idle=is_idle, persister_is_busy=is_busy)
+        how["persister_is_busy"] &= self.broken != "due while busy"
+        if self.broken == "slack adds up":
+            self.offset = max(self.offset, self.slack)
+        if self.broken == "given up for good":
+            self.given_up = NOTHING
+        verdict = super().decide(found, **how)
         if verdict is None:
             return None
         if self.broken == "hopeless saves":
@@ -167,13 +169,16 @@ class World:
         self.nodes = 1 if alone else min(rng.randint(2, 4), self.ranks)
         self.home = [rank * self.nodes // self.ranks for rank in range(self.ranks)]
         self.holders = self._holders()
-        self.skew, self.stride = rng.randint(1, 3), rng.choice([1, 10])
+        self.skew, self.stride = rng.choice([1, 2, 3, 8]), rng.choice([1, 10])
+        self.stalls, self.second = rng.choice([0.0, 0.0, 0.001]), rng.choice([1_000, 10_000])
         every = rng.choice([None, None, 2, 3])
         self.keep = Keep(rng.randint(1, 3 if every is None else 2), every and every * self.stride, rng.randint(1, 2))
         self.persist_every = rng.choice([0, 1, 3]) * self.stride
         self.pace = rng.choice([0.5, 0.5, 0.02])
         self.extra = rng.randint(0, 3 if self.persist_every else 2)
-        self.explicit_every, self.blocks = rng.choice([0, 0, 1, 3, 7]), rng.random() < 0.5
+        self.explicit_every = rng.choice([0, 0, 1, 3, 7])
+        one = [rng.randrange(self.ranks)] if self.skew < 3 else []
+        self.blocked_ranks = rng.choice([[], range(self.ranks), one])
         held = Counter(self.home[holder] for holders in self.holders for holder in holders)
         own = Counter(self.home)
         self.room = [
@@ -182,7 +187,8 @@ class World:
         self.memory = [Node() for _ in range(self.nodes)]
         self.parked: dict[int, Node] = {}
         self.faults, self.store_is_up, self.last_call = True, True, 10**9
-        self.weights: dict[object, float] = {}
+        self.acts: list[tuple[Callable[..., None], tuple[int, ...]]] = []
+        self.weights: list[float] = []
         self.known = NOTHING  # the newest save that any rank knew as verified
         self.gone_back: tuple[int, SaveId] | None = None
         self.fragile = False  # a node was lost, and what was recovered has not all its copies yet
@@ -193,7 +199,8 @@ class World:
         self.durable: dict[SaveId, dict[int, tuple[SaveId, int]]] = {}
         self.completed = 0
         self.readers: list[tuple[int, Slot, SaveId, int, bool]] = []
-        self.stopped: set[int] = set()
+        self.stopped: dict[int, float] = {}
+        """Ranks whose processes are stopped, and until when."""
         self.processes: list[Process] | None = None
         self.changed = True
         self.opening: Iterator[None] | None = self.open()
@@ -252,13 +259,14 @@ class World:
         """Have the program save, unless it is busy or too far ahead of the others."""
         assert self.processes is not None
         mine = self.processes[rank]
-        if rank in self.stopped or mine.calls >= self.last_call or mine.staging or mine.waiting:
+        if mine.calls >= self.last_call or mine.staging or mine.waiting:
             return
         if mine.blocked is not None:
             if mine.blocked in mine.pending and not self.is_over(mine):
                 return
             mine.blocked = None
-        slowest = min(self.processes[other].calls for other in range(self.ranks) if other not in self.stopped)
+        running = [other for other in range(self.ranks) if self.stopped.get(other, 0) < math.inf]
+        slowest = min(self.processes[other].calls for other in running)
         if mine.calls >= slowest + self.skew:
             return
         mine.calls += 1
@@ -272,9 +280,9 @@ class World:
         mine.pending[save] = is_explicit
         self.tables.setdefault(save, {})[rank] = table
         if is_explicit:
-            mine.blocked = save if self.blocks else None
+            mine.blocked = save if rank in self.blocked_ranks else None
             mine.must_end = mine.calls > self.calm_after
-            mine.deadline = self.now + (20_000 if mine.must_end else self.patience)
+            mine.deadline = self.now + (50_000 if mine.must_end else self.patience)
         if self.fails(0.015) or (is_explicit and not is_last and self.random.random() < 0.02):
             mine.member.fail(save)
             mine.pending.pop(save)
@@ -360,6 +368,10 @@ class World:
             member.end(member.target, Outcome.COPIED)
         elif mine.push is not None:
             holder, there = mine.push
+            if holder in self.stopped:
+                if self.random.random() < 0.01:  # its deadline
+                    member.end(member.target, Outcome.UNCOPIED)
+                return
             mine.push = None
             if self.fails():
                 there.spoil()
@@ -369,7 +381,7 @@ class World:
             mine.acknowledged.add(holder)
         elif self.fails():
             member.end(member.target, self.random.choice([Outcome.UNCOPIED, Outcome.LOST]))
-        else:
+        elif todo[0] not in self.stopped:
             self.offer(rank, todo[0], member.target)
 
     def offer(self, rank: int, holder: int, save: SaveId) -> None:
@@ -439,8 +451,8 @@ class World:
             return
         is_busy = self.processes[0].persisting is not None
         since_s = math.inf if self.random.random() < 0.5 else 0.0
-        is_idle = self.now > self.called + 2000
-        verdict = self.leader.decide(self.answers.values(), since_s=since_s, is_idle=is_idle, persister_is_busy=is_busy)
+        idle_s = (self.now - self.called) / self.second
+        verdict = self.leader.decide(self.answers.values(), since_s=since_s, idle_s=idle_s, persister_is_busy=is_busy)
         if verdict is None:
             return
         if self.broken == "published first" and self.random.random() < 0.5:
@@ -626,7 +638,7 @@ class World:
     def crash(self, lost: int | None = None) -> None:
         """End all processes. One node may be lost, be replaced, or be the old one that was replaced before."""
         self.seen["crashes" if lost is None else "lost nodes"] += 1
-        self.processes = None
+        self.processes, self.stopped = None, {}
         if lost is not None:
             old, self.memory[lost] = self.memory[lost], self.parked.pop(lost, Node())
             self.readers = [reader for reader in self.readers if reader[0] != lost]
@@ -715,27 +727,40 @@ class World:
         if self.faults and rng.random() < 0.02:
             self.store_is_up = not self.store_is_up
         if self.processes is not None and self.opening is None:
+            self._stop_some()
             act, arguments = self._next_act()
-            act(*arguments)
+            if not self.stopped.keys() & ({0} if act == self.lead else set(arguments)):
+                act(*arguments)
         self.check()
 
+    def _stop_some(self) -> None:
+        """Have a process stop for a while, and others go on."""
+        if self.stopped:
+            self.stopped = {rank: until for rank, until in self.stopped.items() if until > self.now}
+        if self.stalls and self.random.random() < self.stalls:
+            rank = self.random.choice([0, self.random.randrange(self.ranks)])
+            self.stopped.setdefault(rank, self.now + self.random.randint(50, 1500))
+
     def _next_act(self) -> tuple[Callable[..., None], tuple[int, ...]]:
-        if not self.weights:
+        if not self.acts:
             each: tuple[Callable[..., None], ...] = (self.call, self.stage, self.commit, self.copy, self.board)
             each += (self.persist,) if self.persist_every else ()
-            self._acts: list[tuple[Callable[..., None], tuple[int, ...]]] = [(self.lead, ()), (self.read, ())]
-            self._acts += [(act, (rank,)) for act in each for rank in range(self.ranks)]
-            self.weights = {n: self.random.choice([0.1, 0.3, 1.0, 1.0]) for n in range(len(self._acts))}
+            self.acts = [
+                (self.lead, ()),
+                (self.read, ()),
+                *((act, (rank,)) for act in each for rank in range(self.ranks)),
+            ]
             # Where memory is short, a round may wait for a slot that is read for the durable store.
-            self.weights |= {n: 1.0 for n, (act, _) in enumerate(self._acts) if act == self.persist}
-        return self.random.choices(self._acts, list(self.weights.values()))[0]
+            pace = [1.0 if act == self.persist else self.random.choice([0.1, 0.3, 1.0, 1.0]) for act, _ in self.acts]
+            self.weights = list(accumulate(pace))
+        return self.random.choices(self.acts, cum_weights=self.weights)[0]
 
-    def play(self, *, ticks: int = 1500, quiet: int = 40_000, stop_one: bool = False) -> None:
+    def play(self, *, ticks: int = 1500, quiet: int = 80_000, stop_one: bool = False) -> None:
         """Play a schedule: with faults for a while, then without until all that was promised has come.
 
         Args:
             ticks: things that happen with faults.
-            quiet: things that may happen without faults until everything is verified.
+            quiet: things that may happen without faults until one more round is verified.
             stop_one: stop a rank for ever after the faults, and check that the others train on and nothing is lost.
 
         Raises:
@@ -747,10 +772,10 @@ class World:
         while self.processes is None or self.opening is not None:
             self.tick()
         if stop_one:
-            self.stopped.add(self.random.randrange(self.ranks))
+            self.stopped[self.random.randrange(self.ranks)] = math.inf
             self.patience = 100
             before = [process.calls for process in self.processes]
-            running = [rank for rank in range(self.ranks) if rank not in self.stopped]
+            running = [rank for rank in range(self.ranks) if self.stopped.get(rank, 0) < math.inf]
             for number in range(quiet):
                 self.tick()
                 if number >= 1500 and all(self.processes[rank].calls > before[rank] for rank in running):
@@ -761,22 +786,23 @@ class World:
 
     def _expect_progress(self, quiet: int) -> None:
         assert self.processes is not None
-        rounds = self.keep.versions + 3
-        goal, to_persist = self.verdict.total + rounds, self.completed + (self.persist_every > 0)
-        for _ in range(quiet):
-            self.tick()
-            if self.verdict.total >= goal and self.completed >= to_persist:
-                break
-        else:
-            missing = goal - self.verdict.total
-            raise Violation(f"starved: of {rounds} rounds {missing} are not verified, {self.completed} are persisted")
+        rounds, completed = self.keep.versions + 3, self.completed
+        for goal in range(self.verdict.total + 1, self.verdict.total + 1 + rounds):
+            self._await(lambda goal=goal: self.verdict.total >= goal, quiet, "starved: no round is verified any more")  # type: ignore[misc]
+        if self.persist_every:
+            self._await(lambda: self.completed > completed, quiet // 2, "no version is persisted")
         self.last_call = max(process.calls for process in self.processes) + 1
-        last = self.save_of(self.last_call)
-        for _ in range(quiet):
-            self.tick()
-            if all(process.member.verdict.newest == last for process in self.processes):
+        last, members = self.save_of(self.last_call), [process.member for process in self.processes]
+        self._await(
+            lambda: all(member.verdict.newest == last for member in members), quiet, "the last save is not verified"
+        )
+
+    def _await(self, has_come: Callable[[], bool], ticks: int, text: str) -> None:
+        for _ in range(ticks):
+            if has_come():
                 return
-        raise Violation("the last save was never verified")
+            self.tick()
+        raise Violation(text)
 
 
 def find_violation(seeds: range, broken: str = "") -> str | None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -16,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ml_flashpoint import events
 from ml_flashpoint.engine.board import Board
-from ml_flashpoint.engine.rounds import Fate, Member, Verdict
+from ml_flashpoint.engine.rounds import Member, Verdict
 from ml_flashpoint.engine.store import SignedStore
 from ml_flashpoint.format.errors import ReplicationError
 from ml_flashpoint.format.names import SaveId
@@ -56,14 +54,11 @@ class _Job:
         if self.copies_fail.is_set():
             raise ReplicationError("no holder can be reached")
 
-    def save(self, step: int, *, explicit: bool = False, ranks: Iterable[int] = (), fails: Iterable[int] = ()) -> None:
-        """Save a step on some ranks, all by default, and commit it but on those where it fails."""
+    def save(self, step: int, *, explicit: bool = False, ranks: Iterable[int] = ()) -> None:
+        """Save a step on some ranks, all by default, and commit it there."""
         for rank in ranks or range(len(self.boards)):
             self.boards[rank].call(SaveId(1, step), explicit=explicit)
-            if rank in fails:
-                self.boards[rank].fail(SaveId(1, step))
-            else:
-                self.boards[rank].commit(SaveId(1, step))
+            self.boards[rank].commit(SaveId(1, step))
 
     def await_verified(self, step: int) -> None:
         """Wait until all ranks know that a step is verified."""
@@ -128,41 +123,16 @@ def test_ranks_that_save_alike_verify_their_saves(
         assert [verdict.number for verdict in heard] == sorted({verdict.number for verdict in heard})
 
 
-def test_rounds_about_a_save_without_copies_come_ever_more_slowly(
+def test_a_save_whose_copies_fail_is_verified_once_they_can_be_made(
     begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
 ) -> None:
     job = begin(2, in_process)
     job.copies_fail.set()
-    began = time.monotonic()
     job.save(10, explicit=True)
-    wait_until(lambda: job.boards[0].verdict.number >= 5, "several rounds about step 10")
-    assert time.monotonic() - began >= 0.05 + 0.1 + 0.2, "pauses between rounds about one save"
+    wait_until(lambda: job.boards[0].verdict.number >= 3, "several rounds about step 10")
+    assert all(board.verdict.newest < SaveId(1, 10) for board in job.boards)
     job.copies_fail.clear()
     job.await_verified(10)
-
-
-def test_an_explicit_save_that_fails_on_one_rank_is_given_up_and_the_next_one_is_verified(
-    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
-) -> None:
-    job = begin(3, in_process)
-    job.save(10, explicit=True, fails=[1])
-    for board in job.boards:
-        wait_until(
-            lambda board=board: board.verdict.fate(SaveId(1, 10), explicit=True) is Fate.SUPERSEDED,  # type: ignore[misc]
-            "step 10 is given up",
-        )
-    before = job.boards[0].verdict.number
-    job.save(20, explicit=True)
-    job.await_verified(20)
-    assert job.boards[0].verdict.number <= before + 2, "no rounds about step 10"
-
-
-def test_an_explicit_save_that_fails_on_rank_0_alone_ends_for_those_who_wait(
-    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
-) -> None:
-    job = begin(2, in_process, Verdict(0, (), SaveId(1, 500)))
-    job.save(10, explicit=True, fails=[0])
-    wait_until(lambda: SaveId(1, 10) in job.boards[1].verdict.lost, "step 10 is lost")
 
 
 def test_an_explicit_save_before_the_save_of_the_round_is_verified_at_once(
@@ -171,53 +141,6 @@ def test_an_explicit_save_before_the_save_of_the_round_is_verified_at_once(
     job = begin(2, in_process, Verdict(0, (), SaveId(1, 500)))
     job.save(10, explicit=True)
     job.await_verified(10)
-
-
-def test_a_round_goes_back_to_an_explicit_save_only_once_rank_0_calls_no_more(
-    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
-) -> None:
-    job = begin(2, in_process, Verdict(0, (), SaveId(1, 500)))
-    job.save(10)
-    time.sleep(0.2)  # a step of training
-    began = time.monotonic()
-    job.save(20, explicit=True)
-    job.await_verified(20)
-    assert time.monotonic() - began >= 0.4, "twice the time between two saves"
-
-
-def test_what_is_due_to_be_persisted_is_told_to_all_and_nothing_while_the_persister_is_busy(
-    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
-) -> None:
-    busy = threading.Event()
-    job = begin(2, in_process, persist_every=20, persister_is_busy=busy.is_set)
-    for step in range(10, 50, 10):
-        busy.set() if step == 40 else busy.clear()
-        job.save(step, explicit=True)
-        job.await_verified(step)
-    assert [verdict.persist for verdict in job.heard[1]] == [None, SaveId(1, 20), SaveId(1, 20), SaveId(1, 20)]
-    busy.clear()
-    job.save(50, explicit=True)
-    job.await_verified(50)
-    wait_until(lambda: job.heard[1][-1].persist == SaveId(1, 50), "step 50 is due, as step 40 was not")
-
-
-def test_values_that_are_not_signed_with_the_secret_are_like_silence(
-    begin: Callable[..., _Job],
-    in_process: Callable[[], SignedStore],
-    server: TCPStore,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    stranger = _client(server.port, b"another")
-    job = begin(2, in_process)
-    job.save(10, explicit=True)
-    job.await_verified(10)
-    forged = Verdict(99, (SaveId(1, 90),), SaveId(1, 91))
-    stranger.set("verdict", json.dumps(forged))
-    wait_until(lambda: "not signed" in caplog.text, "a report")
-    job.save(20, explicit=True)
-    job.await_verified(20)
-    assert all(verdict.number < 99 for heard in job.heard for verdict in heard)
-    assert caplog.text.count("not signed") <= 2, "once a rank"
 
 
 def test_the_ranks_that_nothing_is_heard_of_are_named(
@@ -233,20 +156,6 @@ def test_the_ranks_that_nothing_is_heard_of_are_named(
     assert second["seconds"] > first["seconds"]
     job.save(10, ranks=[1])
     job.await_verified(10)
-
-
-def test_a_verdict_that_comes_with_a_push_is_not_adopted_twice(
-    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
-) -> None:
-    job = begin(2, in_process)
-    job.save(10, explicit=True)
-    job.await_verified(10)
-    newest = job.boards[0].verdict
-    wait_until(lambda: job.heard[1] != [] and job.heard[1][-1].number == newest.number, "rank 1 hears the verdict")
-    job.boards[1].hear(newest)
-    job.boards[1].hear(_FIRST)
-    assert job.boards[1].verdict == newest
-    assert [each.number for each in job.heard[1]].count(newest.number) == 1
 
 
 def test_a_store_that_cannot_be_reached_verifies_nothing_until_it_can(begin: Callable[..., _Job]) -> None:
@@ -268,7 +177,10 @@ def test_a_store_that_cannot_be_reached_verifies_nothing_until_it_can(begin: Cal
     assert [kind for kind, _ in job.emitted] == [events.AgreementFailed] * 2, "once a rank"
 
 
-def test_a_store_that_was_killed_and_comes_back_empty_goes_on(begin: Callable[..., _Job]) -> None:
+def test_a_store_that_was_killed_and_comes_back_empty_goes_on(
+    begin: Callable[..., _Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHPOINT_LATE_S", "0.2")  # the count of answers is lost with the store
     with Child(board_store.serve, 0) as first:
         port = first.next_report("port")[1]
         job = begin(3, lambda: _client(port))
@@ -276,7 +188,8 @@ def test_a_store_that_was_killed_and_comes_back_empty_goes_on(begin: Callable[..
         job.await_verified(10)
         first.kill()
         job.save(20)
-        wait_until(lambda: len(job.emitted) == 3, "ranks that miss the store")
+        failed = lambda: [kind for kind, _ in job.emitted].count(events.AgreementFailed)  # noqa: E731
+        wait_until(lambda: failed() == 3, "ranks that miss the store")
         assert all(board.verdict.newest == SaveId(1, 10) for board in job.boards)
         with Child(board_store.serve, port) as second:
             second.next_report("port")
@@ -301,35 +214,27 @@ def test_saves_go_on_while_the_store_is_stopped_and_are_verified_when_it_goes_on
         job.close()
 
 
-def test_values_of_the_board_that_make_no_sense_are_an_error_and_are_got_over(
-    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
+@pytest.mark.parametrize("key", ["verdict", "count"])
+def test_a_value_that_makes_no_sense_is_an_error_and_is_got_over(
+    begin: Callable[..., _Job], server: TCPStore, in_process: Callable[[], SignedStore], key: str
 ) -> None:
     job = begin(2, in_process)
     job.save(10, explicit=True)
     job.await_verified(10)
-    in_process().set("verdict", "[-1]")
-    wait_until(lambda: job.emitted != [], "a rank that cannot read the verdict")
-    assert "ProtocolError" in job.emitted[0][1]["error"]
-    job.save(20, explicit=True)
-    job.await_verified(20)
-
-
-def test_a_count_that_another_process_has_made_no_number_is_got_over(
-    begin: Callable[..., _Job], server: TCPStore, in_process: Callable[[], SignedStore]
-) -> None:
-    job = begin(2, in_process)
-    job.save(10, explicit=True)
-    job.await_verified(10)
-    stranger = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=5))
-    stranger.set(f"run-1/count/{job.boards[0].verdict.number}", "garbage")
-    wait_until(lambda: job.emitted != [], "rank 0 to notice")
+    if key == "verdict":
+        in_process().set("verdict", "[-1]")
+    else:  # as another process can: it is no number, and the server ends the connection of whoever adds to it
+        stranger = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=5))
+        stranger.set(f"run-1/count/{job.boards[0].verdict.number}", "garbage")
+    wait_until(lambda: job.emitted != [], "a rank to notice")
     job.save(20, explicit=True)
     job.await_verified(20)
 
 
 def test_a_verdict_is_the_only_one_of_its_number_where_the_store_fails_as_it_is_published(
-    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
+    begin: Callable[..., _Job], in_process: Callable[[], SignedStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("FLASHPOINT_LATE_S", "0.2")
     busy, heard = threading.Event(), threading.Event()
 
     class FailsOnce:

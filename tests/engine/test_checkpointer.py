@@ -36,7 +36,6 @@ from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.slot import Slot
 from tests.memory.support import fill_up
 from tests.support.forked import call, call_team, preload
-from tests.support.tmpfs import SMALL_TMPFS_BYTES
 from tests.workers import checkpointer_jobs as jobs
 
 preload("tests.workers.checkpointer_jobs")
@@ -96,6 +95,21 @@ def test_versions_are_removed_where_there_is_no_room_for_anything(small_tmpfs: P
         assert jobs.versions_in(small_tmpfs / "job") == []
         others.unlink()
         jobs.begin_and_commit(checkpointer, 1).verified.result(30)
+
+
+def test_a_full_tmpfs_is_an_error_when_it_is_opened_that_says_what_to_do(small_tmpfs: Path) -> None:
+    others = fill_up(small_tmpfs)
+    with pytest.raises(CapacityError, match=r"no room for the record of a run.*enlarge the tmpfs.*free memory"):
+        Checkpointer(small_tmpfs / "job")
+    others.unlink()
+    with Checkpointer(small_tmpfs / "job") as checkpointer:
+        jobs.begin_and_commit(checkpointer, 1).verified.result(30)
+        others = fill_up(small_tmpfs)
+    with Checkpointer(small_tmpfs / "job") as checkpointer:
+        with pytest.raises(CapacityError, match="no room for the record of a run"):
+            checkpointer.latest()
+        others.unlink()
+        assert checkpointer.latest() == checkpointer.id(1)
 
 
 def test_of_two_in_one_process_the_later_one_counts(tmpfs: Path) -> None:
@@ -269,14 +283,6 @@ def test_a_save_that_fails_while_it_gets_its_step_holds_up_no_round(
         save.name(2)
     assert isinstance(save.committed.exception(0), SaveError)
     jobs.begin_and_commit(checkpointer, 3).verified.result(30)
-
-
-def test_a_state_that_has_no_room_says_so(small_tmpfs: Path) -> None:
-    with Checkpointer(small_tmpfs / "job") as checkpointer:
-        save = checkpointer.begin(1, explicit=True)
-        with pytest.raises(CapacityError, match="no room for one more version"):
-            save.fill([("w", torch.zeros(SMALL_TMPFS_BYTES, dtype=torch.uint8))])
-        jobs.begin_and_commit(checkpointer, 2).verified.result(30)
 
 
 def test_room_that_cannot_be_known_is_not_taken_for_none(

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from ml_flashpoint.copy import cuda, transfers
 from ml_flashpoint.copy.overlap import LateCopy
 from ml_flashpoint.engine.committing import BytesItem, Part, PartWriter, TensorItem
-from ml_flashpoint.format.digest import BLOCK_SIZE, digest_block
+from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.format.knobs import BLOCK_BYTES_VARIABLE
 from ml_flashpoint.format.object_format import parse_header
@@ -173,18 +173,6 @@ def test_what_was_not_staged_is_stored_once_under_all_its_names(case: Case) -> N
             assert len(part.layout.tensors) == len(tensors) - sum(1 for i in case.named if tensors[i][1].numel())
 
 
-@pytest.mark.parametrize("byte_items", [(), (2_000_000,)])
-def test_blocks_of_16_mib(byte_items: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(BLOCK_BYTES_VARIABLE)
-    quarter = (torch.uint8, BLOCK_SIZE * 5 // 4)
-    with slots() as some:
-        run(
-            Case((quarter, quarter, quarter, (torch.uint8, 10)), (1, 2), (), byte_items, (300,), BLOCK_SIZE),
-            PartWriter(),
-            some,
-        )
-
-
 @pytest.mark.parametrize(
     "change", [lambda copies: [copies[0], copies[0][5:]], lambda copies: [copies[0], copies[1].t()]]
 )
@@ -217,28 +205,6 @@ def test_a_view_that_is_read_otherwise_is_another_tensor() -> None:
         writer.fill(part, some.take, items)
         expected = [("x", whole), ("conjugate", whole.conj()), ("imaginary", whole.imag)]
         seal_and_check(writer, some, part, expected, [])
-
-
-def test_where_only_content_changes_nothing_is_planned_anew() -> None:
-    kind, sources = object(), [(f"w{i}", torch.full((1000,), 1.0 * i)) for i in range(20)]
-    views: list[Sequence[torch.Tensor]] = []
-    layouts = []
-    with slots() as some:
-        writer = PartWriter()
-        for step in range(3):
-            for _, tensor in sources:
-                tensor.add_(step)
-            part = Part(math.inf)
-            copies = writer.stage(part, some.take, sources, kind=kind)
-            views.append(copies)
-            writer.fill(part, some.take, list(zip("abcdefghijklmnopqrst", copies, strict=True)))
-            assert part.layout is not None
-            layouts.append(part.layout)
-            expected = list(zip("abcdefghijklmnopqrst", (tensor for _, tensor in sources), strict=True))
-            seal_and_check(writer, some, part, expected, [])
-    assert all(one is other for one, other in zip(*views[1:], strict=True)), "the views of a slot are made once"
-    entries = [layout.tensors for layout in layouts]
-    assert all(one is other for one, other in zip(entries[0], entries[2], strict=True)), "so are the entries"
 
 
 def test_what_is_staged_in_vain_takes_no_room_for_long() -> None:

@@ -116,6 +116,75 @@ def test_a_save_without_copies_begins_a_round_again_after_a_pause_that_grows() -
     assert verdict.first == SaveId(1, 20), "its slot may be the one that is needed"
 
 
+class _Rounds:
+    """Rank 0 of two, whose program waits for each save, or may wait."""
+
+    def __init__(self) -> None:
+        self.member = Member(Verdict(0, (), SaveId(1, 0)), keep=Keep(1))
+        self.leader = Leader(self.member, ranks=2)
+
+    def call(self, *steps: int) -> None:
+        for step in steps:
+            self.member.call(SaveId(1, step), explicit=True)
+            self.member.parts[SaveId(1, step)] = True
+
+    def decide(self, *answers: Answer, **how: float) -> int | None:
+        """Return the step that the next round begins with; None if the round stays open."""
+        number = self.member.verdict.number
+        verdict = self.leader.decide([answer._replace(number=number) for answer in answers], **how)
+        return verdict.first.step if verdict is not None and self.member.adopt(verdict) else None
+
+
+def _late(step: int, saves: int) -> Answer:
+    return Answer(0, SaveId(1, step), Outcome.LOST, saves)
+
+
+def test_a_round_begins_as_many_saves_later_as_a_rank_is_ahead_wherever_the_last_one_had_begun() -> None:
+    rounds = _Rounds()
+    rounds.call(10, 20)
+    assert rounds.decide(_late(10, 40)) == 21 + 40 * 10
+    rounds.call(30)
+    assert rounds.decide(idle_s=60) == 30
+    assert rounds.decide(_late(30, 41)) == 421, "the round that was given up goes on"
+    rounds.call(*range(40, 440, 10))
+    copied = Answer(0, SaveId(1, 430), Outcome.COPIED)
+    assert rounds.decide(copied, copied) == 431 + 20 * 10, "a success halves it"
+    assert rounds.decide(_late(640, 3)) == 431 + 23 * 10
+
+
+def test_a_round_is_given_up_for_a_save_that_is_waited_for_ever_more_seldom_where_that_spoils_it() -> None:
+    rounds = _Rounds()
+    rounds.call(10, 20)
+    first = rounds.decide(_late(10, 9))
+    for step, while_s in ((30, 0.05), (40, 0.1), (50, 0.2)):
+        rounds.call(step)
+        assert rounds.decide(idle_s=0.99 * while_s) is None
+        assert rounds.decide(idle_s=while_s) == step
+        assert rounds.decide(_late(step, 9)) == first
+        first = rounds.decide(_late(step + 80, 2))
+
+
+def test_a_rank_without_a_part_of_the_rounds_save_keeps_that_of_the_round_that_was_given_up() -> None:
+    member = Member(Verdict(4, (), SaveId(1, 60)), keep=Keep(1))
+    for step in (40, 50, 60):
+        member.call(SaveId(1, step), explicit=True)
+    member.fail(SaveId(1, 40))
+    member.adopt(Verdict(5, (), SaveId(1, 40)))
+    assert member.answer == Answer(5, SaveId(1, 40), Outcome.LOST, late=3)
+    assert member.retained == {SaveId(1, 60)}
+    member.adopt(Verdict(6, (), SaveId(1, 50)))
+    assert member.retained == {SaveId(1, 50)}
+
+
+def test_a_round_that_some_rank_has_answered_is_not_given_up_and_older_saves_are_passed_over() -> None:
+    rounds = _Rounds()
+    rounds.call(10, 20)
+    first = rounds.decide(_late(10, 9))
+    rounds.call(30)
+    assert rounds.decide(Answer(0, SaveId(1, 120), Outcome.COPIED), idle_s=60) == first
+    assert rounds.member.verdict.lost == (SaveId(1, 10), SaveId(1, 20), SaveId(1, 30))
+
+
 def test_the_first_verified_save_at_or_after_each_multiple_is_due_to_be_persisted() -> None:
     verdict, due = Verdict(0, (SaveId(1, 25),), SaveId(2, 0)), []
     member = Member(verdict, keep=Keep(1))

@@ -25,7 +25,7 @@ preload("tests.workers.persisting")
 
 @pytest.mark.slow
 def test_kill_before_every_change_to_files(tmpfs: Path) -> None:
-    """With one rank and no copies, what was committed, or a later save, must load: at every link, rename, removal."""
+    """With one rank and no copies, what was verified, or a later save, must load: at every link, rename, removal."""
     steps, before, pids = [4, 5, 6], set(os.listdir("/dev/shm")), set()
     total = call(engine.save_steps, str(tmpfs / "job-0"), "tiny", steps, 0)
     assert total > 25
@@ -38,10 +38,10 @@ def test_kill_before_every_change_to_files(tmpfs: Path) -> None:
             # The saver may have had to make a file more where they were counted, as its thread was late.
             not_killed += ended == 0
             assert ended == -9 or not_killed <= 3, child.failure("it was not killed")
-            committed, begun = last(child, "committed"), last(child, "begins")
+            verified, begun = last(child, "verified"), last(child, "begins")
         # What the killed process left must not be in the way of the next one, or stay for good.
         found, then = call(engine.go_on, str(base), "tiny", [8, 9], 1)
-        assert (found[0] if found else 0) in {committed, begun}, f"{found} after {nth} of {total} changes"
+        assert (found[0] if found else 0) in {verified, begun}, f"{found} after {nth} of {total} changes"
         assert then == (9, 1)
         assert len(slots(base)) <= 4, f"after {nth} of {total} changes"
         assert len(files_of(base)) <= 2 * 4

@@ -181,16 +181,3 @@ def test_a_change_takes_no_more_room_than_what_is_saved(tmp_path: Path, hurry: b
         assert hurry or max(each["behind"]) == 0
         assert each["used"] <= room
         assert (each["found"], each["same"]) == (15, True)
-
-
-@pytest.mark.slow
-def test_where_dcp_copies_before_it_plans_a_change_without_room_for_it_costs_few_saves(tmp_path: Path) -> None:
-    room = room_for(4)
-    with nodes(tmp_path, room):
-        said = call_team(worker.save_structures_by_dcp, tmp_path, 2, PHASES, 5)
-    for each in said:
-        failed = {step: error for step, error in enumerate(each["errors"], 1) if error is not None}
-        assert set(failed) <= {1, 6}, failed  # all of it is copied for the first save, too
-        assert all("available" in error for error in failed.values())
-        assert each["used"] <= room
-        assert (each["found"], each["same"]) == (15, True)

@@ -327,7 +327,7 @@ def test_a_crash_anywhere_changes_nothing(tmpfs: Path, name: str, caplog: pytest
 
 @pytest.mark.slow
 def test_a_crash_of_several_ranks_changes_nothing(tmpfs: Path) -> None:
-    call_team(check_crashes, tmpfs, 2, tmpfs / "jobs", ["distributed", "workers, distributed", "augmented"])
+    call_team(check_crashes, tmpfs, 2, tmpfs / "jobs", ["distributed", "workers, distributed"])
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_what_was_gone_back_from_is_no_reason_to_start_anew(base: Path, store: P
 def test_a_store_that_cannot_be_read_is_no_reason_to_start_anew(
     base: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLASHPOINT_RECOVERY_DEADLINE_S", "0.3")
+    monkeypatch.setenv("FLASHPOINT_RECOVERY_DEADLINE_S", "0.1")
     save_all(base, faults.url, 1)
     for faults.now in ("raise", "hang"):
         faults.operations, faults.where = {"list"}, ""
@@ -249,7 +249,7 @@ def test_a_store_that_fails_costs_training_nothing(
 
 @pytest.mark.timeout(50)  # the store hangs for 60 s
 def test_the_end_does_not_wait_for_ever(base: Path, faults: Faults) -> None:
-    fp = Flashpoint(base, persist=faults.url, deadline_s=2)
+    fp = Flashpoint(base, persist=faults.url, deadline_s=1)
     fp.track(value=Stored(1)).resume()
     faults.now = "hang"
     fp.step()

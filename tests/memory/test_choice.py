@@ -86,6 +86,9 @@ def test_one_more_is_made_before_a_version_goes() -> None:
     assert isinstance(choose([old], request, [], may_make=True), New)
     assert choose([old, empty], request, [], may_make=True) is empty
     assert choose([old], request, [], may_make=False) is old
+    of_a_loop, newest = SlotRequest(NEXT, [], of_round=False), Fake(State.COMMITTED, SAVES[1])
+    assert choose([old, newest], of_a_loop, [], may_make=False) is old
+    assert choose([newest], of_a_loop, [], may_make=False) is None
 
 
 def test_slots_are_a_little_larger_than_what_they_were_made_for() -> None:

@@ -108,21 +108,16 @@ def test_sidecars_come_and_go_with_the_parts(tmpfs: Path) -> None:
     assert not (tmpfs / "step-40_ckpt").exists(), "without a part"
 
 
-def test_sidecars_that_are_there_go_with_the_last_part_where_others_are_expected(tmpfs: Path) -> None:
+def test_sidecars_stay_as_long_as_a_part_and_go_where_others_were_expected(tmpfs: Path) -> None:
     container = with_part(tmpfs)
     container.write_sidecars(SAVE, {"metadata.json": b"{}", "extra.bin": b"1"})
     container.expect_sidecars(SAVE, ["metadata.json", "common.pt"])
-    container.remove(SAVE)
-    assert not (tmpfs / "step-40_ckpt").exists()
-
-
-def test_sidecars_stay_where_the_only_part_is_committed_again(tmpfs: Path) -> None:
-    container = with_part(tmpfs)
-    container.write_sidecars(SAVE, {"metadata.json": b"{}"})
     again = Slot.make(container.slot_folder(Owner(4, 0)) / "9", SIZE, prepare=False)
     container.commit(again, fill(again, SAVE))
     assert value_in(container, SAVE) == value_of(SAVE)
-    assert (tmpfs / "step-40_ckpt/metadata.json").read_bytes() == b"{}"
+    assert (tmpfs / "step-40_ckpt/metadata.json").read_bytes() == b"{}", "the only part is committed again"
+    container.remove(SAVE)
+    assert not (tmpfs / "step-40_ckpt").exists()
 
 
 @pytest.mark.damages_on_purpose

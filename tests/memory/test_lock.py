@@ -12,7 +12,7 @@ import pytest
 
 from ml_flashpoint.format.errors import JobInUseError, UnsafePathError
 from ml_flashpoint.format.files import open_own
-from ml_flashpoint.memory.container import JobLock, locked_out
+from ml_flashpoint.memory.container import JobLock, is_open, locked_out
 from tests.support.forked import Child, Report, wait_until
 
 
@@ -34,8 +34,10 @@ def refused(base: Path, by: int, job: str = "another") -> bool:
 
 
 def test_another_job_is_refused_as_long_as_any_process_of_the_first_lives(tmpfs: Path) -> None:
+    assert not is_open(tmpfs)
     with Child(stay, str(tmpfs), "job") as one, Child(stay, str(tmpfs), "job") as other:
         one.next_report("open")
+        assert is_open(tmpfs)
         other.next_report("open")
         assert refused(tmpfs, one.pid) or refused(tmpfs, other.pid)
         one.kill()

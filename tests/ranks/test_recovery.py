@@ -22,7 +22,7 @@ from ml_flashpoint.ranks.recovery import (
     parts_to_check,
     plan_fetches,
 )
-from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, ReplicationStrategy, Topology
+from ml_flashpoint.ranks.strategies import CliqueStrategy, PairwiseReplicationStrategy, ReplicationStrategy, Topology
 from tests.faults.common import SCALE
 from tests.ranks.recovery_support import (
     NODES,
@@ -168,6 +168,16 @@ def test_of_another_number_of_ranks_each_part_is_checked_once_by_a_node_that_hol
     checked = [parts_to_check(version, topology, rank) for rank in range(3)]
     assert checked == [(0, 2), (1,), (3,)]
     assert parts_to_check(version, Topology(("a", "a", "b", "b")), 2) == (2,)
+
+
+def test_of_another_number_of_ranks_a_version_is_protected_where_as_many_nodes_hold_each_part() -> None:
+    alone, copied = newest({"a": {part(1, 0, 1)}}), newest({"a": {part(1, 0, 1)}, "b": {part(1, 0, 1)}})
+    topology = Topology(("a", "a", "b", "c"))
+    for strategy, least in (
+        (PairwiseReplicationStrategy(), 2),
+        (CliqueStrategy(2, 1), 1),
+    ):  # ranks 0 and 1 have no copies
+        assert [is_protected(each, topology, strategy) for each in (alone, copied)] == [least == 1, True]
 
 
 def test_what_ranks_need_to_go_on_comes_before_copies() -> None:

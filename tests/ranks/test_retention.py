@@ -67,5 +67,5 @@ def test_no_rule(value: Any) -> None:
 
 
 def test_a_number_is_the_newest_so_many() -> None:
-    assert checked_keep(3) == Keep(newest=3)
+    assert {checked_keep(3)} == {Keep(newest=3)}
     assert Keep(newest=3, every_n_steps=100, milestones=2).versions == 5

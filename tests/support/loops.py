@@ -94,10 +94,6 @@ def save(base: Path, step: int = 1, **tracked: Any) -> None:
         fp.track(**tracked).save(step)
 
 
-def state_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    return dict(optimizer.state_dict()["state"])
-
-
 def assert_same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
     """Both have the same state and groups, bit for bit."""
     assert comparable(one.state_dict()) == comparable(other.state_dict())

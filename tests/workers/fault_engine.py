@@ -22,7 +22,6 @@ import torch
 
 from ml_flashpoint import Checkpointer, Config
 from ml_flashpoint.engine.save import Save
-from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
 from tests.support.forked import Report
 
@@ -53,22 +52,16 @@ def note(step: int, life: int) -> bytes:
 class Rank:
     """The engine as one rank uses it."""
 
-    def __init__(
-        self, base: Path | str, *, replicate: bool = False, strategy: ReplicationStrategy | None = None
-    ) -> None:
-        self.base = CheckpointContainerId(base)
-        self.checkpointer = Checkpointer(base, Config(replication=strategy or ("pairwise" if replicate else "none")))
+    def __init__(self, base: Path | str, replication: ReplicationStrategy | str = "none") -> None:
+        self.checkpointer = Checkpointer(base, Config(replication=replication))
         self.rank = self.checkpointer.ranks.rank
 
-    def version(self, step: int) -> CheckpointContainerId:
-        return self.checkpointer.id(step)
-
-    def save(self, size: str, step: int, life: int, *, explicit: bool = True) -> Save:
+    def save(self, size: str, step: int, life: int) -> Save:
         """Save, and return when this rank's part is committed."""
         if not self.checkpointer.run:
             self.checkpointer.latest()
         tensors = state(size, self.rank, step, life)
-        save = self.checkpointer.begin(step, explicit=explicit)
+        save = self.checkpointer.begin(step, explicit=True)
         try:
             save.fill(list(tensors.items()), [("note", note(step, life))])
         except BaseException as error:
@@ -79,14 +72,11 @@ class Rank:
         return save
 
     def load(self, size: str) -> tuple[int, int] | None:
-        """Load the latest version, compare every byte; its step and life, or None if there is none."""
-        found = self.checkpointer.latest()
-        if found is None:
+        """Load the latest version and compare every byte of this rank's part, or, where fewer ranks saved it than there
+        are now, of one of theirs; its step and life, or None if there is none."""
+        version = self.checkpointer.latest()
+        if version is None:
             return None
-        return self.check(size, found)
-
-    def check(self, size: str, version: CheckpointContainerId) -> tuple[int, int]:
-        """Compare this rank's part; where fewer ranks saved it than there are now, one of theirs."""
         reader = self.checkpointer.open_version(version)
         rank = self.rank % reader.world_size
         part = reader.open(rank)
@@ -152,13 +142,15 @@ def die_at(base: str, nth: int) -> Callable[[], int]:
 
 
 def save_steps(report: Report, base: str, size: str, steps: list[int], life: int, die: int = 0) -> int:
-    """Save these steps, reporting before and after each; the number of changes to files that it took."""
+    """Save these steps, reporting before each and once it is verified; the number of changes to files that it took."""
     rank = Rank(base)
     changes = die_at(base, die)
     for step in steps:
         report("begins", step)
         rank.save(size, step, life)
-        report("committed", step)
+        if not rank.checkpointer.wait(30):
+            raise AssertionError("it was not verified in time")
+        report("verified", step)
     rank.close()
     return changes()
 

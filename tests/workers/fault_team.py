@@ -20,7 +20,7 @@ from tests.workers.fault_engine import Rank, base_here
 def team_load(report: Report, rank: int, size: str) -> tuple[int, int] | None:
     """Load and check the latest version, on all ranks. None also if there are versions and none can be loaded, which is
     an error for whoever would start from nothing then."""
-    engine = Rank(base_here(), replicate=True)
+    engine = Rank(base_here(), "pairwise")
     try:
         found = engine.load(size)
     except NothingLoadableError as error:
@@ -33,7 +33,7 @@ def team_load(report: Report, rank: int, size: str) -> tuple[int, int] | None:
 
 def team_read_all(report: Report, rank: int) -> int | None:
     """Find the latest version and read every part of it, as doors do that reshard; its step, or None as above."""
-    engine, found = Rank(base_here(), replicate=True), None
+    engine, found = Rank(base_here(), "pairwise"), None
     try:
         found = engine.checkpointer.latest()
     except NothingLoadableError as error:
@@ -50,7 +50,7 @@ def team_read_all(report: Report, rank: int) -> int | None:
 
 def team_save(report: Report, rank: int, size: str, steps: list[int], life: int) -> None:
     """Save these steps, and wait for the copies."""
-    engine = Rank(base_here(), replicate=True)
+    engine = Rank(base_here(), "pairwise")
     for step in steps:
         _train()
         engine.save(size, step, life)
@@ -66,7 +66,7 @@ def _train() -> None:
 
 def team_obey(report: Report, rank: int, size: str) -> None:
     """Do what the test says, one thing after the other, and report when it is done and how long it took."""
-    engine = Rank(base_here(), replicate=True)
+    engine = Rank(base_here(), "pairwise")
     if not engine.checkpointer.run:
         engine.checkpointer.latest()
     report("ready")

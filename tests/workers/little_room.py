@@ -132,7 +132,7 @@ def save_back_to_back(report: Report, rank: int, sizes: list[int], lag: int) -> 
     """
     base = Path(base_here())
     os.environ[BLOCK_BYTES_VARIABLE] = str(1 << 16)  # states of some MiB stand for large ones, as do their manifests
-    engine = Rank(base, replicate=True)
+    engine = Rank(base, "pairwise")
     found = engine.checkpointer.latest()
     loaded = 0 if found is None else found.step or 0
     state = torch.arange(max(sizes) // 8, dtype=torch.int64) + rank
@@ -215,29 +215,3 @@ def save_structures(
         "found": found,
         "same": digest([model.state_dict()]) == saved,
     }
-
-
-def save_structures_by_dcp(report: Report, rank: int, phases: list[list[int]], saves: int) -> dict[str, Any]:
-    """The same with ``dcp.async_save``, which copies before it plans."""
-    torch.set_num_threads(1)
-    errors, most, step, state, base = list[str | None](), 0, 0, dict[str, torch.Tensor](), Path(base_here())
-    with Checkpointer(base, Config(replication="pairwise")) as engine:
-        for sizes in phases:
-            for _ in range(saves):
-                step += 1
-                state = {f"p{n}": torch.full((size // 4,), float(step * 100 + n)) for n, size in enumerate(sizes)}
-                dist.barrier()
-                future: Any = dcp.async_save(state, checkpoint_id=engine.id(step), storage_writer=engine.writer())
-                try:
-                    getattr(future, "upload_completion", future).result(60)
-                    errors.append(None)
-                except CheckpointException as error:
-                    errors.append(str(error))
-                engine.wait()
-                most = max(most, used(base.parent))
-        latest = engine.latest()
-        assert latest is not None
-        loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        dcp.load(loaded, checkpoint_id=latest, storage_reader=engine.reader(latest))
-    same = digest([loaded]) == digest([state])
-    return {"errors": errors, "used": most, "found": latest.step, "same": same}

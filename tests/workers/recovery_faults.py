@@ -32,7 +32,7 @@ STRATEGIES: dict[str, Callable[[], ReplicationStrategy]] = {
 
 def save_as(report: Report, rank: int, strategy: str, steps: list[int]) -> None:
     """Save these steps, each verified."""
-    engine = Rank(base_here(), strategy=STRATEGIES[strategy]())
+    engine = Rank(base_here(), STRATEGIES[strategy]())
     for step in steps:
         engine.save("small", step, 0)
         assert engine.checkpointer.wait(30)
@@ -42,7 +42,7 @@ def save_as(report: Report, rank: int, strategy: str, steps: list[int]) -> None:
 
 def load_as(report: Report, rank: int, strategy: str) -> Any:
     """Load; the error if it cannot be done."""
-    engine = Rank(base_here(), strategy=STRATEGIES[strategy]())
+    engine = Rank(base_here(), STRATEGIES[strategy]())
     found = said(lambda: engine.load("small"))
     dist.barrier()
     engine.close()

@@ -32,8 +32,8 @@ from ml_flashpoint.memory.pool import SlotRequest
 _log = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.5
-_IDLE_S = 0.05
-"""After so long without a save, and twice the time between its last two, rank 0's program may be waiting for one."""
+_SHORTEST_PAUSE_ALONE_S = 0.05
+"""Without other ranks, nothing changes but by this one's own calls, which wake the thread."""
 
 
 class Board:
@@ -69,8 +69,7 @@ class Board:
         self._member = member
         self._leader = Leader(member, ranks, persist_every) if rank == 0 else None
         self._rank, self._ranks = rank, ranks
-        # Without other ranks, nothing changes but by this one's own calls, which wake the thread.
-        self._shortest_pause_s = _SHORTEST_PAUSE_S if ranks > 1 else _IDLE_S
+        self._shortest_pause_s = _SHORTEST_PAUSE_S if ranks > 1 else _SHORTEST_PAUSE_ALONE_S
         self._connect, self._push, self._heard = connect, push, heard
         self._also, self._emit, self._persister_is_busy = also, emit, persister_is_busy
         self._lock = threading.Lock()  # of the member
@@ -79,7 +78,6 @@ class Board:
         self._published: Answer | None = None
         self._last_heard = member.verdict
         self._called = self._decided = self._answered = time.monotonic()
-        self._interval_s = 0.0  # of training before the last call
         self._late_s = self._first_late_s = late_s()
         self._closed = False
         self._last: Callable[[], None] = lambda: None
@@ -104,8 +102,7 @@ class Board:
         """See `Member.call`."""
         with self._lock:
             self._member.call(save, explicit=explicit, table=table)
-            now = time.monotonic()
-            self._interval_s, self._called = now - self._called, now
+            self._called = time.monotonic()
         self._news.set()
 
     def request(self, save: SaveId | None, *, explicit: bool = False) -> SlotRequest:
@@ -235,8 +232,8 @@ class Board:
         now = time.monotonic()
         has_answered = self._published is not None and self._published.number == old.number
         is_late = has_answered and now - self._answered > self._late_s
-        answers: list[Answer] = []
-        if store.plain.add(f"count/{old.number}", 0) >= self._ranks or is_late:
+        answers, count = list[Answer](), store.plain.add(f"count/{old.number}", 0)
+        if count >= self._ranks or is_late or (count and leader.may_be_waited_for(now - self._called)):
             blobs = store.multi_get([f"answer/{rank}" for rank in range(self._ranks)])
             found = [Answer.parsed(json.loads(blob)) if blob else None for blob in blobs]
             answers = [answer for answer in found if answer is not None]
@@ -247,7 +244,7 @@ class Board:
             verdict = leader.decide(
                 answers,
                 since_s=now - self._decided,
-                is_idle=now - self._called >= max(_IDLE_S, 2 * self._interval_s),
+                idle_s=now - self._called,
                 persister_is_busy=is_busy,
             )
             if verdict is None:
@@ -255,8 +252,6 @@ class Board:
             # Adopted before it is published, which `_connected` repeats if that fails. Else a failure in between would
             # have rank 0 decide once more, and two verdicts would have one number.
             self._member.adopt(verdict)
-            if verdict.first < old.first:  # the program waited: that is no time between two saves
-                self._called = now
         self._decided, self._late_s = now, self._first_late_s
         store.set("verdict", json.dumps(verdict))
         store.plain.delete_key(f"count/{old.number - 1}")

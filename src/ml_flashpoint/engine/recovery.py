@@ -56,7 +56,7 @@ from ml_flashpoint.memory.lineage import (
     write_record,
 )
 from ml_flashpoint.memory.pool import ROOM, Pool, slot_size
-from ml_flashpoint.memory.slot import no_room
+from ml_flashpoint.memory.slot import PAGE, no_room
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.ranks.recovery import (
     CompleteVersion,
@@ -428,7 +428,10 @@ class Recovery:
             for node, damaged, rank in self.damaged:
                 if node == ranks.node:  # else its rank would take it for a sound copy
                     self.container.remove_part(damaged, rank)
-            write_record(self.container, record)
+            try:
+                write_record(self.container, record)
+            except CapacityError as error:
+                raise no_room("the record of a run", PAGE, self.container.base) from error
 
         for action in (write, partial(mark_begun, self.container, record.run)):
             ranks.together(action if ranks.is_node_leader else lambda: None, SaveError, "recording the run")

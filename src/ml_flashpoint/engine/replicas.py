@@ -35,6 +35,7 @@ from ml_flashpoint.format.errors import DeadlineError, FlashpointError, SaveErro
 from ml_flashpoint.format.knobs import late_s
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.state.replicas import Replica, written_by
+from ml_flashpoint.stores.bounded import in_background, result_of
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -43,7 +44,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _PIECE = 4 << 20
 """Bytes of a value: a `TCPStore` takes less than 8 MiB."""
 _LARGE_KEPT = 8
-_SILENT_S = 5.0
+_SILENT_S, _ANSWER_S = 5.0, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +125,12 @@ class Replicas:
                 self._own, self._items, self._table = own, items(), None
             if self._table is not None:
                 return self._table
+        deadline_s = 0.0 if own == self._given_up else deadline_s
+        poll = partial(_polled, lambda: self._adopt(save), deadline_s, partial(self._report_missing, save))
         try:
-            missing = partial(self._report_missing, save)
-            table = _polled(lambda: self._adopt(save), 0.0 if own == self._given_up else deadline_s, missing)
-        except UnreadableError as error:
+            # While rank 0 is stopped, a call of the store does not return: torch's client has no deadlines.
+            table = result_of(in_background(poll, "flashpoint-agree"), deadline_s + _ANSWER_S)
+        except (UnreadableError, DeadlineError) as error:
             self._given_up = own
             raise DeadlineError(
                 f"ranks have not agreed on who writes what: {error.message}",

@@ -8,6 +8,18 @@ older than ``first``. It follows from the calls alone, so the moment at which a 
 matter. A rank retains what its newest verdict lists, and its part of the round's save. It has the holders copy that
 part, answers once, and keeps the part until a newer verdict. The leader, rank 0, decides: all have copied the same
 save, or the ranks go on without it.
+
+Ranks may be ahead of rank 0, for ever where no collective holds them together. So the leader begins a round later than
+with its own next save by ``slack`` saves: by as many as some rank was ahead when it learned of a round. That is the
+number of saves by which the rank came too late, counted from where the round had begun. A success halves the slack.
+
+Until the save of such a round comes, rank 0's program may wait for an explicit save, and call no more. After a moment
+without a call, the leader passes over older explicit saves if some rank has answered, for that rank has passed them.
+Else it gives the round up for the newest explicit save. If that one is lost, the round that was given up goes on: a
+program that only trains for longer than a moment would otherwise have every round given up before its save comes. A
+rank that has no part of the round's save keeps its part of the round that was given up meanwhile, in the same slot.
+Where a rank comes too late for such a round all the same, the moment was too short: it doubles, and each success halves
+it.
 """
 
 from __future__ import annotations
@@ -16,6 +28,7 @@ import enum
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
@@ -26,7 +39,9 @@ from ml_flashpoint.ranks.retention import Keep, kept, passes_multiple
 NOTHING = SaveId(0, 0)
 """Older than every save."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-_MOST_LOST = 16
+_IDLE_S = 0.05
+"""After so long without a save, rank 0's program may be waiting for one."""
+_MOST_LOST, _MOST_DOUBLINGS = 16, 10
 
 
 class Fate(enum.Enum):
@@ -149,6 +164,7 @@ class Member:
         answer: the answer to the round; None until there is one.
         explicit: saves newer than the newest verified one that somebody waits for; newest last.
         parts: saves of this run of which this rank has a part or is about to have one; True once the part is committed.
+        highest: the newest `Verdict.first` that this rank has heard of.
     """
 
     verdict: Verdict
@@ -158,8 +174,10 @@ class Member:
     answer: Answer | None = None
     explicit: list[SaveId] = field(default_factory=list)
     parts: dict[SaveId, bool] = field(default_factory=dict)
+    highest: SaveId = NOTHING
 
     def __post_init__(self) -> None:
+        self.highest = self.verdict.first
         if self.verdict.recovered is not None:
             self.target = self.verdict.recovered
             self.calls[self.target], self.parts[self.target] = "", True
@@ -178,8 +196,12 @@ class Member:
 
     @property
     def retained(self) -> frozenset[SaveId]:
-        """The saves whose parts this rank retains: those of the newest verdict, and the round's."""
-        return self.verdict.retained if self.target is None else self.verdict.retained | {self.target}
+        """The saves whose parts this rank retains: those of the newest verdict, and the round's. If this rank has no
+        part of the round's, the one of a round that was given up for it, and may go on."""
+        target = self.target
+        if target is not None and target not in self.parts:
+            target = next((save for save in self.calls if save >= self.highest), None)
+        return self.verdict.retained if target is None else self.verdict.retained | {target}
 
     def request(self, save: SaveId | None, *, explicit: bool = False) -> SlotRequest:
         """Return the terms on which a save may take a slot now: one that was called, or None for one whose step is not
@@ -210,7 +232,7 @@ class Member:
         """Take a verdict into use if it is newer, from the board or along with a push. Return True if it was newer."""
         if verdict.number <= self.verdict.number:
             return False
-        self.verdict, newest = verdict, verdict.newest
+        self.verdict, self.highest, newest = verdict, max(self.highest, verdict.first), verdict.newest
         self.calls = {save: table for save, table in self.calls.items() if save >= newest}  # no round is about others
         self.parts = {save: committed for save, committed in self.parts.items() if save >= newest}
         self.explicit = [save for save in self.explicit if save > newest]
@@ -227,7 +249,13 @@ class Leader:
 
     Attributes:
         persist_every: steps. The first verified save at or after each multiple is due to be persisted; 0 for none.
-        slack: saves by which the next round begins later, because ranks have learned of rounds too late.
+        stride: steps between the last two saves of rank 0's program.
+        slack: saves by which the next round begins later than with rank 0's next save, because ranks are ahead.
+        offset: saves by which this round began later than that; negative if rank 0 had called its save before.
+        given_up: `Verdict.first` of the round that was given up for an explicit save, and is to go on; `NOTHING` if
+            there is none.
+        spoilt: rounds that were given up, and then came too late for a rank; one less after each success. Each doubles
+            the time without a call after which a round is given up.
         lost: saves that some rank has no part of, newer than the newest verified one. No round begins with one.
         tries: rounds in a row that began about the save of the round before, because that one had no result.
         due_after: step of the last save that was due to be persisted, or that the run goes on from.
@@ -236,7 +264,11 @@ class Leader:
     member: Member
     ranks: int
     persist_every: int = 0
+    stride: int = 1
     slack: int = 0
+    offset: int = 0
+    given_up: SaveId = NOTHING
+    spoilt: int = 0
     lost: set[SaveId] = field(default_factory=set)
     tries: int = 0
     due_after: int = 0
@@ -249,7 +281,7 @@ class Leader:
         answers: Iterable[Answer],
         *,
         since_s: float = math.inf,
-        is_idle: bool = True,
+        idle_s: float = math.inf,
         persister_is_busy: bool = False,
     ) -> Verdict | None:
         """Return the next verdict; None while the round is open.
@@ -257,21 +289,42 @@ class Leader:
         Args:
             answers: of any rounds, at most one from each rank.
             since_s: seconds since the newest verdict. Rounds about one save begin with pauses that grow.
-            is_idle: True if rank 0 has called no save for longer than between its last two: its program may wait.
+            idle_s: seconds since rank 0 has called a save.
             persister_is_busy: nothing becomes due to be persisted just now.
         """
-        old = self.member.verdict
+        old, last = self.member.verdict, list(islice(reversed(self.member.calls), 2))
+        if len(last) == 2 and last[0].run == last[1].run:
+            self.stride = last[0].step - last[1].step
         found = [answer for answer in answers if answer.number == old.number]
         written = {(answer.save, answer.table) for answer in found}
         if len(written) > 1 or {answer.outcome for answer in found} - {Outcome.COPIED}:
-            return self._go_on_without(old, found, since_s)
-        if len(found) == self.ranks:
-            return self._verify(old, found[0].save, persister_is_busy)
-        if not is_idle:
+            verdict = self._go_on_without(old, found, since_s)
+        elif len(found) == self.ranks:
+            verdict = self._verify(old, found[0].save, persister_is_busy)
+        else:
+            verdict = self._go_back(old, found, idle_s)
+        if verdict is not None and verdict.first != old.first:
+            self.offset = self._offset(verdict.first)
+        return verdict
+
+    def may_be_waited_for(self, idle_s: float) -> bool:
+        """Return True if rank 0's program may wait for an explicit save that is older than the round's: the answers of
+        some ranks decide then."""
+        verdict = self.member.verdict
+        waited = (save < verdict.first and save not in verdict.lost for save in self.member.explicit)
+        return idle_s >= _IDLE_S * 2 ** min(self.spoilt, _MOST_DOUBLINGS) and any(waited)
+
+    def _go_back(self, old: Verdict, found: Sequence[Answer], idle_s: float) -> Verdict | None:
+        """Return the verdict by which an open round passes over explicit saves, or ends for one; None to leave it."""
+        first, has_come, may_wait = old.first, self.member.target is not None, self.may_be_waited_for(idle_s)
+        waited = [save for save in self._explicit(old.newest)[0] if save < first]
+        if has_come or (found and may_wait):  # some rank has passed these, and the round is not given up for them
+            self.lost.update(waited)
+        elif not may_wait:
             return None
-        first, (waited, lost) = old.first, self._explicit(old.newest)
-        if waited and self.member.target is None and old.recovered is None:
-            first = min(first, waited[-1])  # the round's save will not come before this one is verified
+        elif waited and old.recovered is None:
+            first, self.given_up = waited[-1], first
+        lost = tuple(save for save in self._explicit(old.newest)[1] if save < old.first or save in old.lost)
         if (first, lost) == (old.first, old.lost):
             return None
         return old._replace(number=old.number + 1, first=first, lost=lost)
@@ -283,12 +336,15 @@ class Leader:
         lost = {answer.save for answer in found if answer.outcome is Outcome.LOST or answer.save < newest}
         if len({answer.table for answer in found if answer.save == newest}) > 1:
             lost.add(newest)
-        slack = self.slack + max(answer.late for answer in found)
+        late = max(answer.late for answer in found)
+        slack = max(self.slack, self.offset + late)
         waited = [save for save in self._explicit(old.newest)[0] if save not in lost]
         if old.recovered is not None:
             first = old.recovered
-        elif waited and not slack:
+        elif waited and not (slack and late):
             first = waited[-1]  # older ones have slots that this one may need
+        elif self.given_up > max([old.first, *self.member.calls]):
+            first = self.given_up
         else:
             first = max([self._later(slack), *(SaveId(save.run, save.step + 1) for save in lost)])
         is_repeat = old.first <= first <= newest
@@ -296,15 +352,17 @@ class Leader:
         if is_repeat and self.tries and since_s < pause_s:
             return None
         self.lost |= lost
+        self.spoilt += bool(late and old.first == self.given_up)
+        self.given_up = first if first == self.given_up else NOTHING
         self.slack, self.tries = slack, self.tries + 1 if is_repeat else 0
         return old._replace(number=old.number + 1, first=first, lost=self._explicit(old.newest)[1])
 
     def _verify(self, old: Verdict, save: SaveId, persister_is_busy: bool) -> Verdict:
         """Return the verdict that lists a save."""
-        self.slack, self.tries = max(self.slack - 1, 0), 0
+        self.slack, self.spoilt, self.tries, self.given_up = self.slack // 2, max(self.spoilt - 1, 0), 0, NOTHING
         self.lost = {each for each in self.lost if each > save}
-        parts = self.member.parts.items()
-        held = [each for each, is_committed in parts if is_committed and each > save and each not in self.lost]
+        parts = [each for each, is_committed in self.member.parts.items() if is_committed and each not in self.lost]
+        held = [each for each in parts if each > save and each >= self.member.highest]
         first, (waited, lost) = self._later(self.slack), self._explicit(save)
         if not self.slack:
             first = waited[0] if waited else max(held, default=first)
@@ -323,8 +381,12 @@ class Leader:
 
     def _later(self, slack: int) -> SaveId:
         """Return the first save that rank 0 has not called, or one later by ``slack`` saves of the program's stride."""
-        calls = list(self.member.calls)
-        if not calls:
-            return self.member.verdict.first
-        stride = calls[-1].step - calls[-2].step if len(calls) > 1 and calls[-1].run == calls[-2].run else 1
-        return SaveId(calls[-1].run, calls[-1].step + 1 + slack * stride)
+        last, least = next(reversed(self.member.calls), None), self.member.highest  # older ones are superseded
+        return max(least, SaveId(last.run, last.step + 1 + slack * self.stride)) if last else least
+
+    def _offset(self, first: SaveId) -> int:
+        """Return the number of saves by which one comes after rank 0's next; negative if rank 0 has called it."""
+        if called := sum(save >= first for save in self.member.calls):
+            return -called
+        last = next(reversed(self.member.calls), first)
+        return max(first.step - last.step - 1, 0) // self.stride if last.run == first.run else 0

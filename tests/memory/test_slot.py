@@ -108,6 +108,14 @@ def test_what_cannot_be_a_slot_is_refused(tmpfs: Path) -> None:
         Slot.open(tmpfs / "pipe")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+def test_a_slot_of_another_user_is_refused(tmpfs: Path) -> None:
+    Slot.make(tmpfs / "0", PAGE).close()
+    os.chown(tmpfs / "0", 65534, 65534)
+    with pytest.raises(UnsafePathError, match="belongs to user 65534"):
+        Slot.open(tmpfs / "0")
+
+
 def test_views_outlive_the_slot_and_keep_their_bytes(tmpfs: Path) -> None:
     slot = Slot.make(tmpfs / "0", 2 * PAGE)
     with torch.inference_mode():
@@ -140,9 +148,12 @@ def test_a_removed_slot_frees_its_memory_although_a_forked_child_maps_it(small_t
 
 def test_other_threads_run_while_pages_are_faulted_in(tmpfs: Path) -> None:
     ticks, done = 0, threading.Event()
+    left: list[int] = []
 
     def make() -> None:
-        Slot.make(tmpfs / "0", 256 << 20).remove()
+        slot = Slot.make(tmpfs / "0", 256 << 20)
+        left.append(slot.size - resident(slot))
+        slot.remove()
         done.set()
 
     thread = threading.Thread(target=make)
@@ -151,3 +162,4 @@ def test_other_threads_run_while_pages_are_faulted_in(tmpfs: Path) -> None:
         ticks += 1
     thread.join()
     assert ticks > 100
+    assert left == [0]

@@ -23,7 +23,7 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
     StaleEpochError,
 )
-from ml_flashpoint.ddict.links import Links, Locator, Place, allow_many_files, own_node
+from ml_flashpoint.ddict.links import Links, Locator, Place, allow_many_files, locator, own_node
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.persistence import History
 from ml_flashpoint.ddict.rules import Ask, Rules, Step, Wanted
@@ -71,8 +71,8 @@ class Coordinator:
         options = configuration.options
         self.rules = Rules(options)
         self.places: dict[int, Place] = {}
-        here = "" if host is None else own_node()
-        self._links = Links(Locator(here, None, lambda timeout_s: self.places), configuration.secret)
+        here = locator(configuration) if host is None else Locator(own_node(), None, lambda timeout_s: self.places)
+        self._links = Links(here, configuration.secret)
         self._history = History(configuration) if options.persists else None
         if self._history is not None:
             self._history.begin()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import socket
 import sys
 import time
 from collections import defaultdict
@@ -54,13 +55,20 @@ class Locator:
 
     Args:
         node: of this process; empty: none of Ray's.
-        coordinator: its address; None: this is the coordinator.
+        coordinator: its address.
         ask: has it tell, within so many seconds.
+        known: what is known before.
     """
 
-    def __init__(self, node: str, coordinator: Address | None, ask: Callable[[float], Mapping[int, Place]]) -> None:
+    def __init__(
+        self,
+        node: str,
+        coordinator: Address | None,
+        ask: Callable[[float], Mapping[int, Place]],
+        known: Mapping[int, Place] | None = None,
+    ) -> None:
         self._node, self._coordinator, self._ask = node, coordinator, ask
-        self._known: Mapping[int, Place] = {}
+        self._known: Mapping[int, Place] = known or {}
 
     def find(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
         """Return the address of one; None: it is nowhere at the moment. ``anew``: it was not where this said last."""
@@ -81,7 +89,9 @@ class Locator:
 
 def locator(configuration: Configuration, node: str | None = None) -> Locator:
     """Return what finds the managers of a dictionary. ``node``: Ray node of this process, where that is known."""
-    coordinator = check_address(configuration.coordinator or ("unix", str(Path(configuration.base, "c.sock"))))
+    if configuration.coordinator is None:
+        return _locator_here(configuration)
+    coordinator = check_address(configuration.coordinator)
 
     def ask(timeout_s: float) -> dict[int, Place]:
         # Not by `Links`, which this is a part of; and not often.
@@ -91,14 +101,29 @@ def locator(configuration: Configuration, node: str | None = None) -> Locator:
         except (AuthenticationError, ProtocolError, DDictTimeoutError) as error:
             raise ConnectionLostError(f"the coordinator is not at its address any more: {error}") from error
         except ConnectionLostError as error:
-            if isinstance(error.__cause__, (ConnectionRefusedError, FileNotFoundError)):  # nothing takes its place
+            if isinstance(error.__cause__, ConnectionRefusedError):  # there is nobody, and nothing takes its place
                 raise DDictDestroyedError(f"it was destroyed, or its creator ended: {error.message}") from error
             raise
         return {manager: Place(*its) for manager, its in told}
 
-    if node is None:
-        node = "" if configuration.coordinator is None else own_node()
-    return Locator(node, coordinator, ask)
+    return Locator(own_node() if node is None else node, coordinator, ask)
+
+
+def _locator_here(configuration: Configuration) -> Locator:
+    base = Path(configuration.base)
+    places = {each: Place("", str(base / f"m-{each}.sock"), "", 0) for each in range(configuration.managers)}
+    path = str(base / "c.sock")
+
+    def look(timeout_s: float) -> dict[int, Place]:
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(BlockingIOError):
+            probe.setblocking(False)  # a coordinator that is stopped accepts nothing
+            try:
+                probe.connect(path)
+            except (ConnectionRefusedError, FileNotFoundError) as error:
+                raise DDictDestroyedError(f"it was destroyed, or its creator ended: {error}") from error
+        return places
+
+    return Locator("", ("unix", path), look, places)
 
 
 def own_node() -> str:

@@ -86,13 +86,12 @@ class Manager:
         self.configuration = configuration = Configuration.from_json(config["configuration"])
         self.number = number = int(config["manager"])
         self.rules, host = configuration.options, config.get("host")
-        self._node = config.get("place", "")  # of Ray
-        self.place = self._node or str(self.rules.nodes[number])
+        self.place = config.get("place") or str(self.rules.nodes[number])
         self.incarnation = str(config["incarnation"])
         self.changed = threading.Condition(threading.RLock())
         self.waiting = 0
         self.ended = threading.Event()
-        self.links = Links(locator(configuration, self._node), configuration.secret)
+        self.links = Links(locator(configuration, config.get("place")), configuration.secret)
         self._restarted = config.get("restarted") is True
         self.table = CutTable()
         self.share = Share(number, self.rules, self.table, epoch=-1 if self._restarted else 0)
@@ -146,10 +145,10 @@ class Manager:
     # ---- life ---------------------------------------------------------------------------------------------
 
     def _say_where(self, deadline: float) -> None:
-        """Say where this is to the coordinator, which tells all others."""
-        unix, network = [*(each[1:] for each in self._server.addresses), ("", 0)][:2]
-        here = asked.Here(self.number, self._node, *unix, *network)
-        self.links.call(COORDINATOR, here, deadline=deadline)
+        """Say where this is to the coordinator, which tells all others: on Ray managers can be anywhere."""
+        if len(self._server.addresses) > 1:
+            (_, unix), (_, host, port) = self._server.addresses  # type: ignore[misc]
+            self.links.call(COORDINATOR, asked.Here(self.number, self.place, unix, host, port), deadline=deadline)
 
     def _return(self) -> None:
         """Have what the manager before this one had sealed, and an epoch begin; and then copies again where its death

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import shutil
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from ml_flashpoint import Flashpoint, events
-from ml_flashpoint.format.errors import FlashpointError, LoadError, UnsafeContentError
+from ml_flashpoint import Checkpointer, Flashpoint, events
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError, UnsafeContentError
 from ml_flashpoint.memory.pool import Pool
 from tests.support.loops import Custom, Stored, resumed, save_and, save_and_wait
 from tests.workers import training
@@ -196,3 +198,47 @@ def test_weights_of_a_tracked_optimizer_that_are_not_saved_are_told_of_once(
     told = [each.getMessage() for each in caplog.records if "weights" in each.getMessage()]
     assert len(told) == (tracks != "the model")
     assert all("'optimizer'" in text for text in told)
+
+
+def test_a_facade_whose_saves_failed_is_gone_without_a_collection(base: Path) -> None:
+    """Else their errors keep what was copied, and all callers' frames: loaders wait there for their workers."""
+
+    class Unusable:
+        state: Any = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"kept": torch.ones(1), "bad": self.state}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            pass
+
+    gc.collect()
+    gc.disable()
+    try:
+        tracked = Unusable()
+        loader = torch.utils.data.DataLoader(torch.arange(8.0))
+        fp = Flashpoint(base).track(tracked=tracked, loader=loader)
+        fp.resume()
+        for number, _ in enumerate(fp.batches(loader)):
+            tracked.state = None if number == 0 else threading.Lock()
+            fp.step()
+            assert fp.wait()
+            if number == 3:
+                break
+        assert fp.health.failures == 3
+        fp.close()
+        left = [weakref.ref(fp), weakref.ref(tracked), weakref.ref(loader)]
+        del fp, tracked, loader
+        assert [each() for each in left] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_a_step_that_cannot_be_counts_for_nothing(base: Path) -> None:
+    model = nn.Linear(2, 2)
+    with Checkpointer(base) as ckpt:
+        ckpt.load({"model": model})
+        for step in (2**63, -1):
+            with pytest.raises(InvalidArgumentError, match="step"):
+                ckpt.save(step, {"model": model})
+        ckpt.save(1, {"model": model}).verified.result(60)

@@ -144,7 +144,7 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
     _check_memory(targets, "targets")
     _check_memory(sources, "sources")
     with torch.no_grad():
-        # `_foreach_copy_` refuses lazy targets, and torch has no kernels for some dtypes (in old releases a bare RuntimeError).
+        # `_foreach_copy_` refuses lazy targets, and torch has no kernels for some dtypes; old releases say so untyped.
         if not any(map(torch.Tensor.is_conj, targets)) and not any(map(torch.Tensor.is_neg, targets)):
             with contextlib.suppress(RuntimeError):
                 torch._foreach_copy_(list(targets), list(sources))

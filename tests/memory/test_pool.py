@@ -280,17 +280,17 @@ def test_the_last_page_is_left_for_manifests(small_tmpfs: Path, opened: Opened) 
 
 def test_the_next_process_goes_on_with_the_slots_and_their_parts(tmpfs: Path, opened: Opened) -> None:
     pool = opened(tmpfs)
-    save(pool, 1)
-    save(pool, 2, 1)
+    for step in (1, 2, 3):
+        save(pool, step, step - 1)
     files = slot_files(tmpfs)
     pool.close()
     pool = opened(tmpfs)
-    assert [(slot.state, slot.save) for slot in pool.slots] == [(State.COMMITTED, (1, 1)), (State.COMMITTED, (1, 2))]
+    assert [(slot.state, slot.save) for slot in pool.slots] == [(State.COMMITTED, (1, 2)), (State.COMMITTED, (1, 3))]
     assert [slot.is_prepared for slot in pool.slots] == [False, False]
     assert [pool.prepare(SIZE, request(1)) for _ in range(3)] == [True, True, False]
     assert [slot.is_prepared for slot in pool.slots] == [True, True]
     oldest = pool.slots[0]
-    assert save(pool, 3, 2) is oldest
+    assert save(pool, 4, 3) is oldest
     assert slot_files(tmpfs) == files
 
 

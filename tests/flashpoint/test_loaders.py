@@ -34,7 +34,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ml_flashpoint import Flashpoint
+from ml_flashpoint import Flashpoint, rest_of_epoch
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 from tests.support.forked import Child, Report, call_team, wait_until
 
@@ -574,6 +574,23 @@ class OwnBatches(BatchSampler):
 def test_loaders_that_cannot_be_brought_back_are_refused(base: Path, make: Callable[[], Any], reason: str) -> None:
     with Flashpoint(base) as fp, pytest.raises(InvalidArgumentError, match=reason):
         fp.track(loader=make())
+
+
+@pytest.mark.parametrize(("name", "other"), [("position", 3), ("number", 2), ("set_epoch", 1), ("ended", True)])
+def test_the_rest_of_an_epoch_is_of_ranks_at_one_place(name: str, other: object) -> None:
+    dealing = {"replicas": 2, "batch_size": 2, "samples": 20}
+    state = {
+        "number": 1,
+        "ended": False,
+        "position": 2,
+        "set_epoch": 0,
+        "given": 0,
+        "dealing": dealing,
+        "generators": [],
+    }
+    assert rest_of_epoch([state, dict(state)], 0, 3)["given"] == 8
+    with pytest.raises(LoadError, match=f"different places in the data: {name} differs"):
+        rest_of_epoch([state, {**state, name: other}], 0, 3)
 
 
 def test_what_is_not_tracked_has_no_batches(base: Path) -> None:

@@ -289,6 +289,14 @@ def test_object_that_refuses_its_state(base: Path) -> None:
     assert torch.equal(torch.get_rng_state(), generators)
 
 
+def test_a_load_that_fails_leaves_the_generators_as_they_were(base: Path) -> None:
+    save(base, stored=Stored(11))
+    generators = torch.get_rng_state()
+    with pytest.raises(LoadError, match="too much"):
+        resumed(base, stored=Refusing())
+    assert torch.equal(torch.get_rng_state(), generators)
+
+
 def test_what_another_way_in_has_saved_is_neither_loaded_nor_passed_over(base: Path) -> None:
     """Nobody would see that an older version is gone back to, and what is newer would be overwritten."""
     save(base, stored=Stored(1))

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.format.errors import FlashpointError
@@ -151,6 +153,26 @@ def grow_on_one_rank(report: Report, rank: int) -> dict[str, Any]:
         found = fp.track(model=fresh).resume()
     values = sorted({float(v) for t in fresh.state_dict().values() for v in t.flatten().tolist()})
     return {"failures": health.failures, "error": health.last_error, "saved": saved, "found": found, "values": values}
+
+
+def save_shards_of_groups(report: Report, rank: int) -> tuple[int, int | None, list[float]]:
+    """Saves a tensor that pairs of ranks share out, as tensor parallelism beside data parallelism has it; the failures,
+    and the step and this rank's shard that come back."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["tensor"]
+
+    def module(values: torch.Tensor) -> nn.Module:
+        made = nn.Module()
+        made.register_buffer("shared", distribute_tensor(values, mesh, [Shard(0)]))
+        return made
+
+    with Flashpoint(base(), deadline_s=30) as fp:
+        fp.track(model=module(torch.arange(6.0))).save(1)
+        fp.wait()
+        failures = fp.health.failures
+    fresh = module(torch.zeros(6))
+    with Flashpoint(base(), deadline_s=30) as fp:
+        step = fp.track(model=fresh).resume()
+    return failures, step, fresh.shared.to_local().tolist()  # type: ignore[operator, union-attr]
 
 
 def construct(report: Report, rank: int, options: dict[int, dict[str, Any]]) -> str:

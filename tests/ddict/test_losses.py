@@ -379,7 +379,7 @@ def test_a_checkpoint_without_changes_sends_nothing_and_is_recovered_all_the_sam
 @pytest.mark.slow
 @pytest.mark.damages_on_purpose
 def test_what_was_taken_back_does_not_stay_in_memory(make: Make) -> None:
-    d = make(1, 2, 256 << 20, working_set_size=4, replication="ring")
+    d = make(working_set_size=4)
     d["key"] = 0
     d.checkpoint()
     d.wait_for_commit()

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,22 @@ def run_blocks(report: Report, rank: int, blocks: list[str]) -> tuple[int, int]:
         exec(block, names)
     names["fp"].close()
     return names["step"], names["engine"].global_steps
+
+
+def batches_of_epochs(report: Report, rank: int, epochs: int, stop_at: int | None) -> dict[int, int]:
+    """Train as the guide says, up to a step. Return how many batches each epoch had."""
+    engine, given = make_engine("stage 1", rank, 0), Counter[int]()
+    with DeepSpeedFlashpoint(engine, base(), strict=True) as fp:
+        loader = engine.training_dataloader
+        for epoch in range(fp.resume() // len(loader), epochs):
+            for batch in fp.batches(loader):
+                engine.backward(engine(batch))
+                engine.step()
+                given[epoch] += 1
+                if fp.step() == stop_at:
+                    assert fp.wait()
+                    return dict(given)
+    return dict(given)
 
 
 def save_while_accumulating(report: Report, rank: int) -> tuple[list[int], str, int | None]:

@@ -20,7 +20,7 @@ from ml_flashpoint import Flashpoint, open_version
 from ml_flashpoint.format.errors import LoadError
 from tests.support.forked import Report, call_team
 from tests.support.loops import assert_same_state, resumed, save
-from tests.workers.distributed_training import base as team_base
+from tests.support.worker import base_path
 
 Made = dict[str, Any]
 Groups = Callable[[nn.Module], list[dict[str, Any]]]
@@ -527,8 +527,8 @@ def check_flattened(report: Report, rank: int, use_orig_params: bool) -> None:
     saved, fresh = (optimized(torch.optim.AdamW, one_root, model=lambda: wrap(layers()))() for _ in range(2))
     step(saved)
     saved["optimizer"].param_groups[2]["lr"] = 0.7
-    save(team_base() / "empty", **saved)
-    assert resumed(team_base() / "empty", **fresh) == 1
+    save(base_path() / "empty", **saved)
+    assert resumed(base_path() / "empty", **fresh) == 1
     for one, other in zip(saved["optimizer"].param_groups, fresh["optimizer"].param_groups, strict=True):
         assert {**one, "params": len(one["params"])} == {**other, "params": len(other["params"])}
     for each in (saved, fresh):
@@ -546,8 +546,8 @@ def check_flattened(report: Report, rank: int, use_orig_params: bool) -> None:
     for number, group in enumerate(saved["optimizer"].param_groups):
         group.update(lr=0.3 + number, of_a_schedule=number)
     step(saved)
-    save(team_base() / "swapped", **saved)
-    assert resumed(team_base() / "swapped", **fresh) == 1
+    save(base_path() / "swapped", **saved)
+    assert resumed(base_path() / "swapped", **fresh) == 1
     for one, other in zip(saved["optimizer"].param_groups, reversed(fresh["optimizer"].param_groups), strict=True):
         assert {**one, "params": 0} == {**other, "params": 0}
 
@@ -560,8 +560,8 @@ def check_flattened(report: Report, rank: int, use_orig_params: bool) -> None:
 
     saved, fresh = several(), several()
     saved["optimizer"].step()
-    save(team_base() / "several", **saved)
-    assert resumed(team_base() / "several", **fresh) == 1
+    save(base_path() / "several", **saved)
+    assert resumed(base_path() / "several", **fresh) == 1
     for name in ("one", "other"):
         for mine, theirs in zip(saved[name].parameters(), fresh[name].parameters(), strict=True):
             assert torch.equal(mine, theirs)

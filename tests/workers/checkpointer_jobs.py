@@ -16,6 +16,7 @@ from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.errors import JobInUseError, SaveError, SupersededError
 from tests.support.forked import Report
+from tests.support.worker import base_path
 
 SIZE = 20_000
 
@@ -33,13 +34,9 @@ def begin_and_commit(checkpointer: Checkpointer, step: int, *, explicit: bool = 
     return save
 
 
-def base() -> str:
-    return os.environ["FLASHPOINT_TEST_BASE"]
-
-
 def save_steps(report: Report, rank: int, steps: int) -> tuple[dict[int, list[int]], list[float]]:
     """Save and wait for each version; return the parts on this node by step, and values of the copies."""
-    with Checkpointer(base(), Config(replication="pairwise", keep=2)) as checkpointer:
+    with Checkpointer(base_path(), Config(replication="pairwise", keep=2)) as checkpointer:
         for step in range(1, steps + 1):
             begin_and_commit(checkpointer, step).verified.result(30)
         parts = {save.step: sorted(ranks) for save, ranks in checkpointer.container.list_versions().items()}
@@ -47,7 +44,7 @@ def save_steps(report: Report, rank: int, steps: int) -> tuple[dict[int, list[in
         values = []
         for each in sorted(parts[newest.step]):
             name = checkpointer.container.read_manifest(newest, each).object_name
-            found = safetensors.torch.load_file(Path(base()) / newest.version / name)
+            found = safetensors.torch.load_file(base_path() / newest.version / name)
             values.append(float(found["model.w"].max()))
         return parts, values
 
@@ -55,7 +52,7 @@ def save_steps(report: Report, rank: int, steps: int) -> tuple[dict[int, list[in
 def lose_a_save(report: Report, rank: int) -> list[str]:
     """Rank 1 has no part of step 2; return the outcomes of steps 1 to 3."""
     outcomes = []
-    with Checkpointer(base(), Config(replication="none")) as checkpointer:
+    with Checkpointer(base_path(), Config(replication="none")) as checkpointer:
         for step in (1, 2, 3):
             if step == 2 and rank == 1:
                 save = checkpointer.begin(step, explicit=True)
@@ -70,7 +67,7 @@ def lose_a_save(report: Report, rank: int) -> list[str]:
 
 def save_by_two_tables(report: Report, rank: int) -> list[str]:
     """Save by tables that differ, then by one; return the outcomes."""
-    with Checkpointer(base(), Config(replication="none")) as checkpointer:
+    with Checkpointer(base_path(), Config(replication="none")) as checkpointer:
         first = begin_and_commit(checkpointer, 1, table=f"table-{rank}")
         first.committed.result(30)
         dist.barrier()
@@ -80,7 +77,7 @@ def save_by_two_tables(report: Report, rank: int) -> list[str]:
 
 def save_in_a_loop(report: Report, rank: int, steps: int) -> tuple[int, int, bool]:
     """Save each step without waiting; return the newest verified step, saves skipped, and True at the end."""
-    with Checkpointer(base(), Config(replication="pairwise")) as checkpointer:
+    with Checkpointer(base_path(), Config(replication="pairwise")) as checkpointer:
         saves = []
         for step in range(1, steps + 1):
             save = checkpointer.begin(step, explicit=step == steps)

@@ -8,7 +8,7 @@ from typing import Any
 from ml_flashpoint.format.errors import FlashpointError
 from tests.support import dcp
 from tests.support.injector import Fault, Injector
-from tests.workers.distributed_training import base
+from tests.support.worker import base_path
 
 Report = Callable[..., None]
 
@@ -19,7 +19,7 @@ def construct(report: Report, rank: int, faults: list[Fault]) -> tuple[str, str]
     for injected in (faults, []):
         try:
             with Injector(rank, injected):
-                dcp.Door(base()).close()
+                dcp.Door(base_path()).close()
             said.append("constructed")
         except FlashpointError as error:
             said.append(f"{type(error).__name__}: {error}")

@@ -1,20 +1,24 @@
-"""Ranks that save with a bare `Checkpointer`, in processes of their own."""
+"""Ranks that save with a bare `Checkpointer`, and stores that they share, in processes of their own."""
 
 from __future__ import annotations
 
 import mmap
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.save import Save
-from ml_flashpoint.format.errors import JobInUseError, SaveError, SupersededError
+from ml_flashpoint.engine.store import open_store
+from ml_flashpoint.format.errors import FlashpointError, JobInUseError, SaveError, SupersededError
+from ml_flashpoint.ranks.rank_group import rank_group
 from tests.support.forked import Report
 from tests.support.worker import base_path
 
@@ -134,3 +138,42 @@ def read_at(report: Report, path: str, offset: int, count: int) -> float:
 
 def versions_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("step-*"))
+
+
+# ---- stores of a job --------------------------------------------------------------------------------------------
+
+
+def serve(report: Report, port: int) -> None:
+    """Host a store on a port, report the port, and end when the test says so."""
+    store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=30), wait_for_workers=False)
+    report("port", store.port)
+    report.listen()
+
+
+def share(report: Report, rank: int) -> tuple[list[bytes], int, bool]:
+    """Have each rank write a value, and read those of all; return them, a count, and whether a stranger is heard."""
+    ranks = rank_group()
+    store = open_store(ranks)
+    client, other = store.connect("run-1"), store.connect("run-2")
+    client.set(f"value/{rank}", f"of {rank}")
+    count = client.plain.add("count", 1)
+    other.set("value/0", "of another run")
+    assert store.address is not None
+    TCPStore(*store.address, None, False, timedelta(seconds=5)).set(f"run-1/strange/{rank}", "planted")
+    ranks.all_ok(True)
+    found = client.multi_get([f"value/{each}" for each in range(ranks.world_size)])
+    planted = client.get(f"strange/{rank}") != b""
+    ranks.all_ok(True)
+    store.close()
+    return found, count, planted
+
+
+def cannot_reach(report: Report, rank: int) -> str:
+    """Open the store where rank 0 names an address that nobody reaches; return the error."""
+    if rank == 0:
+        os.environ["FLASHPOINT_HOST"] = "192.0.2.1"
+    try:
+        open_store(rank_group())
+    except FlashpointError as error:
+        return str(error)
+    return ""

@@ -137,3 +137,15 @@ def facade_forgets(report: Report, rank: int, discard: bool) -> list[Any]:
             except UnaskedVersionsError as error:
                 found.append(str(error))
         return [*found, fp.resume()]
+
+
+def start(report: Report, base: str) -> int:
+    """Start from nothing, save a step and end; or from what there is, and run on."""
+    report("starting")
+    with Flashpoint(base) as fp:
+        step = fp.track(value=Stored(1)).resume()
+        report("resumed", step)
+        if step:
+            threading.Event().wait()
+        fp.save(1)
+    return step

@@ -206,7 +206,9 @@ def epochs(
 
 
 @contextlib.contextmanager
-def _resuming(size: int, *, is_distributed: bool = True, reshard: Any = rest_of_epoch, change: str = "raise") -> Any:
+def _resuming(
+    size: int, *, is_distributed: bool = True, reshard: Any = rest_of_epoch, change: str = "raise"
+) -> Iterator[tuple[Flashpoint, Any]]:
     """A façade that tracks a loader, and the loader."""
     sampler = DistributedSampler(Numbers(size), seed=7) if is_distributed else None
     loader, model = _loader("plain", sampler, size, False), DistributedDataParallel(nn.Linear(1, 1))

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from tests.support import warm
 from tests.support.cluster import REPOSITORY, Cluster, free_port
-from tests.support.lives import assert_undisturbed, last
+from tests.support.lives import assert_example_goes_on, assert_undisturbed, last
 from tests.support.processes import OF_RANKS, child_environment
 
 pytestmark = [pytest.mark.slow(90), pytest.mark.timeout(240)]
@@ -56,15 +56,8 @@ def test_killed_run_is_the_undisturbed_run(tmpfs: Path, kind: str) -> None:
 def test_the_trainers_example_goes_on(tmpfs: Path) -> None:
     example = REPOSITORY / "examples" / "transformers" / "train_gpt.py"
     args = ["--base", tmpfs / "job", "--steps", 24, "--die-at", 14]
-    with Cluster(
-        tmpfs, example, ranks_per_node=2, args=args, torchrun=True, max_restarts=2, preload=warm.HUGGING_FACE
-    ) as cluster:
-        cluster.wait(timeout_s=200)
-        output = cluster.outputs()[0]
-    assert "starting anew" in output
-    assert "rank 0 kills itself" in output
-    assert re.search(r"resumed at step 1[34] from memory", output)
-    assert "train_loss" in output
+    says = ["starting anew", r"resumed at step 1[34] from memory", "train_loss"]
+    assert_example_goes_on(tmpfs, example, *args, says=says, preload=warm.HUGGING_FACE)
 
 
 def test_accelerates_example_goes_on_under_its_launcher(tmpfs: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.support import warm
 from tests.support.cluster import REPOSITORY, Cluster
-from tests.support.lives import assert_undisturbed, last
+from tests.support.lives import assert_example_goes_on, assert_undisturbed, last
 from tests.support.persisting import lose_all_nodes, persisted_steps
 
 pytestmark = [pytest.mark.slow(90), pytest.mark.timeout(300)]
@@ -108,16 +107,9 @@ def test_at_real_size_a_lost_node_gets_its_part_from_the_other(tmpfs: Path, tmp_
 
 def test_the_example_goes_on_from_the_step_before_the_kill(tmpfs: Path) -> None:
     args = ["--base", tmpfs / "job", "--steps", 24, "--every", 4, "--die-at", 14]
-    with Cluster(
-        tmpfs, EXAMPLE, ranks_per_node=2, args=args, torchrun=True, max_restarts=2, preload=warm.LIGHTNING
-    ) as cluster:
-        cluster.wait(timeout_s=200)
-        output = cluster.outputs()[0]
-    assert "starting anew" in output
-    assert "rank 0 kills itself" in output
     # Step 12 is committed, or its save was still under way when the rank died.
-    assert re.search(r"going on from \S*/step-(8|12)_ckpt", output)
-    assert re.search(r"[34] saves, 0 failed", output)
+    says = ["starting anew", r"going on from \S*/step-(8|12)_ckpt", r"[34] saves, 0 failed"]
+    assert_example_goes_on(tmpfs, EXAMPLE, *args, says=says, preload=warm.LIGHTNING)
 
 
 @pytest.mark.parametrize(("how", "code"), [("ends", 0), ("fails", 1)])

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ml_flashpoint import Flashpoint
@@ -21,7 +20,6 @@ from ml_flashpoint.format.errors import FlashpointError
 from tests.support.forked import said
 from tests.support.worker import base_path
 from tests.workers import training
-from tests.workers.training import Job
 
 Report = Callable[..., None]
 
@@ -180,34 +178,19 @@ def terminate_alone(report: Report, rank: int, grace_s: float, in_first_save: bo
         signal.pause()
 
 
-def norm_of_compiled_part(report: Report, rank: int) -> tuple[float, float]:
-    """The mean of a batch normalization that is compiled by itself, in a module under DDP, saved and restored."""
+def norms(report: Report, rank: int) -> list[list[float]]:
+    """The means of batch normalizations under DDP, the second of them compiled by itself: as saved, and as restored."""
     means = []
-    for turn in range(2):
-        module = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.BatchNorm1d(4)))
-        nn.init.constant_(module[1]._orig_mod.running_mean, rank + 1.0 if turn == 0 else -1.0)  # type: ignore[union-attr,arg-type]
+    for value in (rank + 1.0, -1.0):
+        both = [nn.BatchNorm1d(4), nn.BatchNorm1d(4)]
+        for norm in both:
+            nn.init.constant_(norm.running_mean, value)  # type: ignore[arg-type]
+        module = nn.Sequential(nn.Linear(4, 4), both[0], torch.compile(both[1]))
         with Flashpoint(base_path(), deadline_s=30) as fp:
             # Without broadcast_buffers, DDP would not make them alike before they are saved.
             fp.track(model=nn.parallel.DistributedDataParallel(module, broadcast_buffers=False, init_sync=False))
-            fp.resume()
-            means.append(float(module[1]._orig_mod.running_mean[0]))  # type: ignore[union-attr,index]
-            if turn == 0:
+            if not fp.resume():
                 fp.save(1)
                 fp.wait()
-    return means[0], means[1]
-
-
-def norm_of_ddp(report: Report, rank: int) -> tuple[list[float], list[float]]:
-    """What a rank's batch normalization has for a mean before saving, and after restoring."""
-    job = Job("ddp")
-    with Flashpoint(base_path(), deadline_s=30) as fp:
-        fp.track(**job.tracked)
-        for _ in range(2):
-            job.step()
-        saved = [float(v) for v in job.model.module[1].running_mean]  # type: ignore[index,union-attr]
-        dist.barrier()
-        fp.save(2)
-    fresh = Job("ddp", seed=9)
-    with Flashpoint(base_path(), deadline_s=30) as fp:
-        fp.track(**fresh.tracked).resume()
-    return saved, [float(v) for v in fresh.model.module[1].running_mean]  # type: ignore[index,union-attr]
+            means.append([float(norm.running_mean[0]) for norm in both])  # type: ignore[index]
+    return means

@@ -41,8 +41,6 @@ def test_killed_run_is_the_undisturbed_run(tmpfs: Path, tmp_path: Path, kind: st
             batches = {each["step"]: each["batch"] for each in own if "batch" in each}
             expected = [batch for _, batch in last(reports, "undisturbed")["batches"]]
             assert [batches[step] for step in range(len(batches))] == expected
-            # No step is trained twice but the one or two before a kill that had not been saved.
-            assert sum("batch" in each for each in own) <= len(batches) + 2 * len(KILLS[kind])
             assert last(reports, "resumed")["restored"], "the module's own part of the checkpoint came back"
             assert last(reports, "health")["failures"] == 0
 

@@ -236,7 +236,7 @@ def run_blocks(report: Report, rank: int, blocks: list[str]) -> tuple[int, int]:
 def batches_of_epochs(report: Report, rank: int, epochs: int, stop_at: int | None) -> dict[int, int]:
     """Train as the guide says, up to a step. Return how many batches each epoch had."""
     engine, given = make_engine("stage 1", rank, 0), Counter[int]()
-    with DeepSpeedFlashpoint(engine, team_base(), strict=True) as fp:
+    with DeepSpeedFlashpoint(engine, base_path(), strict=True) as fp:
         loader = engine.training_dataloader
         for epoch in range(fp.resume() // len(loader), epochs):
             for batch in fp.batches(loader):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -108,7 +109,16 @@ def await_ended(pids: list[int]) -> None:
 
 
 def place_of(d: DDict, manager: int) -> dict[str, Any]:
-    return dict(ray.get(actor_of(d, manager).place.remote(), timeout=DEADLINE_S))
+    """Asked again while its actor is starting."""
+    found = dict[str, Any]()
+
+    def is_told() -> bool:
+        with contextlib.suppress(ray.exceptions.ActorUnavailableError):
+            found.update(ray.get(actor_of(d, manager).place.remote(), timeout=DEADLINE_S))
+        return bool(found)
+
+    wait_until(is_told, f"manager {manager} says where it is", DEADLINE_S)
+    return found
 
 
 def ray_node_of(d: DDict, manager: int) -> str:
@@ -203,8 +213,8 @@ def test_nothing_committed_is_lost_strike_after_strike(cluster: RayCluster, base
     with DDict(1, NODES, 5 << 30, working_set_size=8, timeout=TIMEOUT_S, replication="ring") as d:
         # On the head, which is not lost.
         pinned = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(cluster.head, soft=False)
-        task = ray.remote(ddict_ray.write_parts).options(num_cpus=0.2, max_retries=0, scheduling_strategy=pinned)
-        writers = [task.remote(d, rank, WRITERS) for rank in range(WRITERS)]
+        task = ray.remote(ddict_ray.write_epochs).options(num_cpus=0.2, max_retries=0, scheduling_strategy=pinned)
+        writers = [task.remote(d, rank, WRITERS, True) for rank in range(WRITERS)]
         committed = _await_committed(d, PARTS)
         away = manager_elsewhere(cluster, d)
         for strike in (

@@ -134,12 +134,12 @@ def save_shards_of_groups(report: Report, rank: int) -> tuple[int, int | None, l
         made.register_buffer("shared", distribute_tensor(values, mesh, [Shard(0)]))
         return made
 
-    with Flashpoint(base(), deadline_s=30) as fp:
+    with Flashpoint(base_path(), deadline_s=30) as fp:
         fp.track(model=module(torch.arange(6.0))).save(1)
         fp.wait()
         failures = fp.health.failures
     fresh = module(torch.zeros(6))
-    with Flashpoint(base(), deadline_s=30) as fp:
+    with Flashpoint(base_path(), deadline_s=30) as fp:
         step = fp.track(model=fresh).resume()
     return failures, step, fresh.shared.to_local().tolist()  # type: ignore[operator, union-attr]
 

@@ -43,6 +43,7 @@ from ml_flashpoint.format.errors import (
     text_of,
 )
 from ml_flashpoint.format.knobs import recovery_deadline_s
+from ml_flashpoint.format.manifest import TABLE_LABEL
 from ml_flashpoint.format.names import CheckpointContainerId, SaveId
 from ml_flashpoint.memory.capacity import available_bytes
 from ml_flashpoint.memory.container import BaseContainer
@@ -76,8 +77,6 @@ from ml_flashpoint.stores.version_store import Version
 
 _log = logging.getLogger(__name__)
 
-TABLE_LABEL = "table"
-"""Label of manifests: name of what the ranks had agreed on about who writes what."""
 _BESIDE_MEMORY_S = 10.0
 """Seconds that the durable store is waited for where memory has a version: it mostly is the newest one."""
 _MOST_UNREAD, _MOST_TEXT, _MOST_SHOWN = 1000, 500, 8

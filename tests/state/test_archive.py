@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from ml_flashpoint.format.errors import DamagedError, UnsafeContentError
 from ml_flashpoint.state.archive import check_bytes, load_archive, save_archive, warn_of_old_torch
@@ -242,6 +243,8 @@ FORGED = {
     "records whose names differ in case": archive_of(b"\x80\x02N.", {"Data.pkl": b"\x80\x02K\x01."}),
     "a compressed record": _compressed(),
 }
+if TorchVersion(torch.__version__) < "2.10":  # which is warned of
+    del FORGED["a storage that is larger than its bytes"], FORGED["a storage that lost bytes"]
 
 
 @pytest.mark.parametrize("name", sorted(FORGED))

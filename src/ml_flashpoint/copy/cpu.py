@@ -144,15 +144,15 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
     _check_memory(targets, "targets")
     _check_memory(sources, "sources")
     with torch.no_grad():
-        # `_foreach_copy_` refuses lazy targets, and torch has no kernels for some dtypes.
+        # `_foreach_copy_` refuses lazy targets, and torch has no kernels for some dtypes; old releases say so untyped.
         if not any(map(torch.Tensor.is_conj, targets)) and not any(map(torch.Tensor.is_neg, targets)):
-            with contextlib.suppress(NotImplementedError):
+            with contextlib.suppress(RuntimeError):
                 torch._foreach_copy_(list(targets), list(sources))
                 return
         for target, source in zip(targets, sources, strict=True):
             try:
                 target.copy_(source)
-            except NotImplementedError:
+            except RuntimeError:
                 if target.dtype != source.dtype:
                     raise
                 as_integers(target).copy_(as_integers(source))

@@ -83,7 +83,7 @@ def _pickles(target: Path) -> dict[str, bytes]:
         "getattr": b"\x80\x02cbuiltins\ngetattr\ncos\nmkdir\n0" + b"cos\nmkdir\n" + argument + b"\x85R.",
         "eval": b"\x80\x02cbuiltins\neval\n" + _text(f"__import__('os').mkdir({str(target)!r})") + b"\x85R.",
         "old builtins": b"\x80\x02c__builtin__\neval\n" + _text(f"__import__('os').mkdir({str(target)!r})") + b"\x85R.",
-        "a dotted name": b"\x80\x04cpathlib\nos.mkdir\n" + argument + b"\x85R.",
+        "a dotted name": b"\x80\x04cshutil\nos.mkdir\n" + argument + b"\x85R.",
         "a pickle in a pickle": b"\x80\x02ctorch.storage\n_load_from_bytes\n"
         + b"c_codecs\nencode\n"
         + _text(_archive(pickle.dumps(_Bomb(target), 2)).decode("latin1"))

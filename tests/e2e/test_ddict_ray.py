@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -108,7 +109,16 @@ def await_ended(pids: list[int]) -> None:
 
 
 def place_of(d: DDict, manager: int) -> dict[str, Any]:
-    return dict(ray.get(actor_of(d, manager).place.remote(), timeout=DEADLINE_S))
+    """Asked again while its actor is starting."""
+    found = dict[str, Any]()
+
+    def is_told() -> bool:
+        with contextlib.suppress(ray.exceptions.ActorUnavailableError):
+            found.update(ray.get(actor_of(d, manager).place.remote(), timeout=DEADLINE_S))
+        return bool(found)
+
+    wait_until(is_told, f"manager {manager} says where it is", DEADLINE_S)
+    return found
 
 
 def ray_node_of(d: DDict, manager: int) -> str:

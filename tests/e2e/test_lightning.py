@@ -45,8 +45,6 @@ def test_killed_run_is_the_undisturbed_run(tmpfs: Path, tmp_path: Path, kind: st
             own = reports[: next(i for i, each in enumerate(reports) if "resumed" in each)]
             batches = {each["step"]: each["batch"] for each in own if "batch" in each}
             assert [batches[step] for step in range(len(batches))] == [batch for _, batch in undisturbed["batches"]]
-            # No step is trained twice but the one or two before a kill that had not been saved.
-            assert sum("batch" in each for each in own) <= len(batches) + 2 * len(KILLS[kind])
             for name in undisturbed.keys() - {"batches", "restored"}:
                 assert resumed[name] == undisturbed[name], name
             assert resumed["restored"], "the module's own part of the checkpoint came back"

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from ml_flashpoint import events
 from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.rounds import Member, Verdict
 from ml_flashpoint.engine.store import SignedStore
-from ml_flashpoint.format.errors import ReplicationError
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, ReplicationError
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.ranks.retention import Keep
 from tests.support.forked import Child, preload, wait_until
@@ -31,7 +32,8 @@ class _Job:
     """Ranks of a job, as threads: each commits what it saves at once, and its copies are made as the test says."""
 
     def __init__(self, ranks: int, connect: Callable[[], SignedStore], first: Verdict = _FIRST, **options: Any) -> None:
-        self.copies_fail = threading.Event()
+        self.copy_error: FlashpointError | None = None
+        self.hearing_fails = False
         self.heard: list[list[Verdict]] = [[] for _ in range(ranks)]
         self.emitted: list[tuple[type[events.Event], dict[str, Any]]] = []
         self.boards = [
@@ -41,7 +43,7 @@ class _Job:
                 ranks=ranks,
                 connect=connect,
                 push=self._push,
-                heard=self.heard[rank].append,
+                heard=partial(self._hear, rank),
                 emit=lambda kind, **fields: self.emitted.append((kind, fields)),
                 **options,
             )
@@ -51,8 +53,13 @@ class _Job:
             board.start()
 
     def _push(self, save: SaveId, verdict: Verdict) -> None:
-        if self.copies_fail.is_set():
-            raise ReplicationError("no holder can be reached")
+        if self.copy_error is not None:
+            raise self.copy_error
+
+    def _hear(self, rank: int, verdict: Verdict) -> None:
+        self.heard[rank].append(verdict)
+        if self.hearing_fails:
+            raise ValueError("a subscriber fails")
 
     def save(self, step: int, *, explicit: bool = False, ranks: Iterable[int] = ()) -> None:
         """Save a step on some ranks, all by default, and commit it there."""
@@ -106,9 +113,10 @@ def in_process(server: TCPStore) -> Callable[[], SignedStore]:
 def test_a_process_that_is_alone_verifies_what_it_commits(begin: Callable[..., _Job]) -> None:
     store = HashStore()
     job = begin(1, lambda: _signed(store))
-    for step in (10, 20, 30):
+    for step in range(10, 100, 10):
         job.save(step, explicit=True)
         job.await_verified(step)
+    assert store.num_keys() <= 5, "counts of earlier rounds stay in the store"
 
 
 def test_ranks_that_save_alike_verify_their_saves(
@@ -127,12 +135,37 @@ def test_a_save_whose_copies_fail_is_verified_once_they_can_be_made(
     begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
 ) -> None:
     job = begin(2, in_process)
-    job.copies_fail.set()
+    job.copy_error = ReplicationError("no holder can be reached")
     job.save(10, explicit=True)
     wait_until(lambda: job.boards[0].verdict.number >= 3, "several rounds about step 10")
     assert all(board.verdict.newest < SaveId(1, 10) for board in job.boards)
-    job.copies_fail.clear()
+    job.copy_error = None
     job.await_verified(10)
+
+
+def test_a_save_for_whose_copies_there_is_no_room_is_not_tried_again(
+    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
+) -> None:
+    job = begin(2, in_process)
+    job.copy_error = CapacityError("no room")
+    job.save(10, explicit=True)
+    wait_until(lambda: all(board.verdict.lost == (SaveId(1, 10),) for board in job.boards), "step 10 is lost")
+    job.copy_error = None
+    job.save(20, explicit=True)
+    job.await_verified(20)
+
+
+def test_a_failure_to_take_note_of_a_verdict_is_none_of_the_store(
+    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
+) -> None:
+    job = begin(2, in_process)
+    job.hearing_fails = True
+    for step in (10, 20):
+        job.save(step, explicit=True)
+        job.await_verified(step)
+    wait_until(lambda: all(heard and heard[-1].newest == SaveId(1, 20) for heard in job.heard), "all have heard")
+    job.close()
+    assert job.emitted == []
 
 
 def test_an_explicit_save_before_the_save_of_the_round_is_verified_at_once(
@@ -156,6 +189,7 @@ def test_the_ranks_that_nothing_is_heard_of_are_named(
     assert second["seconds"] > first["seconds"]
     job.save(10, ranks=[1])
     job.await_verified(10)
+    assert in_process().plain.add("count/0", 0) == 3, "each rank has answered once"
 
 
 def test_a_store_that_cannot_be_reached_verifies_nothing_until_it_can(begin: Callable[..., _Job]) -> None:

@@ -14,18 +14,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
 import torch
 
+from ml_flashpoint.config import Config, Persist
 from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.recovery import Recovery
+from ml_flashpoint.engine.store import SignedStore
 from ml_flashpoint.format.errors import (
     CapacityError,
     DeadlineError,
     InvalidArgumentError,
+    NothingLoadableError,
+    ObjectNotFoundError,
     SaveError,
     SkippedError,
     SupersededError,
@@ -147,21 +153,28 @@ def test_one_that_is_closed_while_a_run_begins_stays_closed(
 
 
 def test_a_save_that_fails_leaves_no_trace(checkpointer: Checkpointer) -> None:
+    counted: list[int] = []
     for step in (1, 2, 3):
-        save = checkpointer.begin(step)
+        save = checkpointer.begin(step, explicit=True)
+        save.verified.add_done_callback(lambda _: counted.append(checkpointer.status.failures))
         save.stage(jobs.state_of(0, step))
         save.fail(SaveError("out of luck"))
         for future in (save.staged, save.committed, save.verified):
-            assert future is save.staged or isinstance(future.exception(0), SaveError)
+            assert future is save.staged or str(future.exception(0)) == "out of luck"
         with pytest.raises(SaveError, match="out of luck"):
             save.fill([])
     save = checkpointer.begin(4, explicit=True)
     with pytest.raises(InvalidArgumentError, match="twice"):
         save.fill([("a", torch.ones(1)), ("a", torch.ones(1))])
-    assert isinstance(save.verified.exception(0), InvalidArgumentError)
-    jobs.begin_and_commit(checkpointer, 5).verified.result(30)
-    assert (checkpointer.status.failures, checkpointer.status.saves) == (4, 1)
-    assert list(checkpointer.container.list_versions()) == [(1, 5)]
+    for future in (save.staged, save.verified):
+        assert isinstance(future.exception(0), InvalidArgumentError)
+    save = checkpointer.begin(5, explicit=True)
+    save.commit(items=lambda: {}["missing"])
+    assert isinstance(save.verified.exception(30), KeyError)
+    jobs.begin_and_commit(checkpointer, 6).verified.result(30)
+    assert counted == [1, 2, 3], "who waits for a save sees the status after it"
+    assert (checkpointer.status.failures, checkpointer.status.saves) == (5, 1)
+    assert list(checkpointer.container.list_versions()) == [(1, 6)]
 
 
 def test_without_a_slot_a_loop_skips_and_somebody_who_waits_gets_one(checkpointer: Checkpointer) -> None:
@@ -172,13 +185,54 @@ def test_without_a_slot_a_loop_skips_and_somebody_who_waits_gets_one(checkpointe
     with pytest.raises(SkippedError, match=r"no slot is free.*end stopped readers"):
         skipped.stage(jobs.state_of(0, 3))
     assert (checkpointer.status.skipped, checkpointer.status.failures) == (1, 0)
-    explicit = checkpointer.begin(4, explicit=True)
-    staged = threading.Thread(target=lambda: explicit.stage(jobs.state_of(0, 4)))
+    unstaged = checkpointer.begin(4, explicit=True)
+    unstaged.commit(items=lambda: (jobs.state_of(0, 4), []))
+    assert isinstance(unstaged.committed.exception(30), SkippedError), "the thread that commits waits for no slot"
+    explicit = checkpointer.begin(5, explicit=True)
+    staged = threading.Thread(target=lambda: explicit.stage(jobs.state_of(0, 5)))
     staged.start()
     busy.fail(SaveError("out of luck"))
     staged.join(30)
-    explicit.commit(items=lambda: (jobs.state_of(0, 4), []))
+    explicit.commit(items=lambda: (jobs.state_of(0, 5), []))
     explicit.verified.result(30)
+
+
+def test_saves_before_the_round_that_a_skip_has_put_off_are_passed_over(tmpfs: Path) -> None:
+    with Checkpointer(tmpfs / "job", Config(keep=2)) as checkpointer:
+        jobs.begin_and_commit(checkpointer, 10).verified.result(30)
+        unnamed = [checkpointer.begin() for _ in range(2)]
+        for save in unnamed:
+            save.stage(jobs.state_of(0, 1))
+        with pytest.raises(SkippedError):
+            checkpointer.begin(20).stage(jobs.state_of(0, 20))
+        for save in unnamed:
+            save.fail(SaveError("out of luck"))
+        for step in (21, 22):
+            save = jobs.begin_and_commit(checkpointer, step, explicit=False)
+            save.committed.result(30)
+            assert isinstance(save.verified.exception(30), SupersededError)
+        jobs.begin_and_commit(checkpointer, 31, explicit=False).verified.result(30)
+
+
+def test_a_save_whose_slot_a_later_one_took_is_never_verified(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(tmpfs / "job", Config(keep=2)) as checkpointer:
+        jobs.begin_and_commit(checkpointer, 1).verified.result(30)
+        go_on, write = threading.Event(), SignedStore.set
+
+        def write_late(*args: Any) -> None:
+            assert go_on.wait(30)
+            write(*args)
+
+        monkeypatch.setattr(SignedStore, "set", write_late)
+        saves = []
+        for step in (2, 3, 4):
+            saves.append(jobs.begin_and_commit(checkpointer, step))
+            saves[-1].committed.result(30)
+        assert not checkpointer.wait(0)
+        go_on.set()
+        saves[2].verified.result(30)
+        assert isinstance(saves[1].verified.exception(30), SupersededError)
+        assert sorted(checkpointer.container.list_versions())[-2:] == [(1, 2), (1, 4)]
 
 
 def test_skips_are_logged_less_and_less_often(checkpointer: Checkpointer, caplog: pytest.LogCaptureFixture) -> None:
@@ -259,6 +313,10 @@ def test_a_step_that_is_known_late_and_tensors_that_another_process_reads(checkp
         save.commit()
     assert isinstance(save.verified.exception(0), SaveError)
     save = checkpointer.begin(explicit=True)
+    save.fill(jobs.state_of(0, 7))
+    with pytest.raises(SaveError, match="have a step"):
+        save.commit()
+    save = checkpointer.begin(explicit=True)
     (copy, other) = save.stage(jobs.state_of(0, 8))
     save.name(8)
     save.fill([("part", copy[10:20]), ("b", other), ("more", torch.ones(9))])
@@ -266,6 +324,9 @@ def test_a_step_that_is_known_late_and_tensors_that_another_process_reads(checkp
     save.verified.result(30)
     found = safetensors.torch.load_file(Path(checkpointer.id(8)) / save.committed.result().object_name)
     assert [found[key].tolist() for key in ("part", "more")] == [[800.0] * 10, [1.0] * 9]
+    checkpointer.begin(9).stage(jobs.state_of(0, 9))
+    with pytest.raises(SkippedError):  # the slot of step 8 is not free
+        checkpointer.begin(10).stage(jobs.state_of(0, 10))
 
 
 def test_a_save_that_fails_while_it_gets_its_step_holds_up_no_round(
@@ -295,6 +356,94 @@ def test_room_that_cannot_be_known_is_not_taken_for_none(
     monkeypatch.setattr("ml_flashpoint.engine.recovery.available_bytes", fail)
     with pytest.raises(UnreadableError, match=r"how much room there is: .*Too many open files"):
         checkpointer.check_room(1)
+
+
+def test_the_room_of_all_versions_that_stay_is_checked(small_tmpfs: Path) -> None:
+    with Checkpointer(small_tmpfs / "job") as checkpointer:
+        checkpointer.check_room(1 << 20)
+        with pytest.raises(CapacityError, match="2 versions"):
+            checkpointer.check_room(3 << 20)
+
+
+def test_a_run_that_cannot_be_marked_costs_no_save(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = mock.Mock(side_effect=SaveError("out of luck"))
+    monkeypatch.setattr("ml_flashpoint.engine.recovery.mark_verified", fails)
+    jobs.begin_and_commit(checkpointer, 1).verified.result(30)
+    assert fails.called
+
+
+@pytest.mark.parametrize("thread", ["flashpoint-board", "flashpoint-commit"])
+def test_a_thread_that_cannot_be_started_is_an_error_that_says_what_to_do(tmpfs: Path, thread: str) -> None:
+    start = threading.Thread.start
+
+    def start_others(started: threading.Thread) -> None:
+        if started.name == thread:
+            raise RuntimeError("can't start new thread")
+        start(started)
+
+    with mock.patch.object(threading.Thread, "start", start_others), pytest.raises(SaveError, match="ulimit -u"):
+        Checkpointer(tmpfs / "job")
+    with Checkpointer(tmpfs / "job") as checkpointer:
+        jobs.begin_and_commit(checkpointer, 1).verified.result(30)
+
+
+def test_what_was_gone_back_from_is_not_opened_and_of_one_step_the_newest_save_is(tmpfs: Path) -> None:
+    with Checkpointer(tmpfs / "job", Config(keep=3)) as checkpointer:
+        for step in (1, 2):
+            jobs.begin_and_commit(checkpointer, step).verified.result(30)
+        checkpointer.latest()
+        jobs.begin_and_commit(checkpointer, 2).verified.result(30)
+        with checkpointer.open_version(checkpointer.id(2)) as reader:
+            assert reader.manifest(0).save == SaveId(2, 2)
+        checkpointer.go_back(1)
+        with pytest.raises(ObjectNotFoundError):
+            checkpointer.open_version(checkpointer.id(2))
+
+
+@pytest.mark.damages_on_purpose
+def test_a_part_that_cannot_be_read_is_no_start_from_nothing(tmpfs: Path) -> None:
+    with Checkpointer(tmpfs / "job") as checkpointer:
+        save = jobs.begin_and_commit(checkpointer, 1)
+        save.verified.result(30)
+    os.truncate((Path(checkpointer.id(1)) / save.committed.result().object_name).with_suffix(".manifest"), 100)
+    with Checkpointer(tmpfs / "job") as checkpointer:
+        assert checkpointer.run == 0
+        with pytest.raises(NothingLoadableError, match="step-1_ckpt"):
+            checkpointer.latest()
+
+
+def test_a_persisted_version_that_cannot_be_read_is_no_start_from_nothing(tmpfs: Path) -> None:
+    folder = tmpfs / "store" / "run-00000001" / "step-1_ckpt"
+    folder.mkdir(parents=True)
+    (folder / "complete.json").write_bytes(b"damaged")
+    with Checkpointer(tmpfs / "job", Config(persist=Persist(str(tmpfs / "store"), every=1))) as checkpointer:
+        assert checkpointer.run == 0
+        with pytest.raises(NothingLoadableError, match="step-1_ckpt"):
+            checkpointer.latest()
+
+
+def test_a_version_that_goes_after_it_was_found_is_not_gone_on_from(tmpfs: Path) -> None:
+    with Checkpointer(tmpfs / "job") as checkpointer:
+        jobs.begin_and_commit(checkpointer, 1).verified.result(30)
+        found = checkpointer.newest()
+        checkpointer.container.remove_part(SaveId(1, 1), 0)
+        with pytest.raises(SaveError, match="not whole any more"):
+            checkpointer.go_on_from(found)
+
+
+def test_a_commit_that_hangs_keeps_nobody_who_closes(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPOINT_EXIT_DEADLINE_S", "0.2")
+    go_on = threading.Event()
+
+    def hang() -> tuple[list[TensorItem], list[BytesItem]]:
+        assert go_on.wait(30)
+        return jobs.state_of(0, 1), []
+
+    with Checkpointer(tmpfs / "job") as checkpointer:
+        save = checkpointer.begin(1)
+        save.commit(items=hang)
+    assert "was closed" in str(save.committed.exception(0))
+    go_on.set()
 
 
 def test_readers_keep_a_slot_from_being_reused(checkpointer: Checkpointer) -> None:
@@ -336,8 +485,9 @@ def test_copies_are_made_before_a_version_is_verified(tmpfs: Path) -> None:
         assert values == [500.0 + each for each in parts[5]]
 
 
-def test_a_save_that_one_rank_lacks_is_passed_over(tmpfs: Path) -> None:
-    outcomes = call_team(jobs.lose_a_save, tmpfs, 2)
+@pytest.mark.parametrize("has_step", [True, False])
+def test_a_save_that_one_rank_lacks_is_passed_over(tmpfs: Path, has_step: bool) -> None:
+    outcomes = call_team(jobs.lose_a_save, tmpfs, 2, has_step)
     assert outcomes == [["NoneType", "SupersededError", "NoneType"], ["NoneType", "SaveError", "NoneType"]]
 
 

@@ -111,8 +111,8 @@ def seal_and_check(
     tensors: Sequence[TensorItem],
     byte_items: Sequence[BytesItem],
     extra: Sequence[BytesItem] = (),
-) -> None:
-    """Recompute the digests, and compare every item with what `safetensors` finds."""
+) -> dict[str, torch.Tensor]:
+    """Recompute the digests, and compare every item with what `safetensors` finds. Return that."""
     slot, record = writer.seal(part, some.take, extra)
     data, size = bytes(slot.buffer), record.block_size
     blocks = range(0, record.size, size)
@@ -126,6 +126,7 @@ def seal_and_check(
         assert found[key].numpy().tobytes() == content
     assert layout.by_key.keys() == {key for key, _ in (*tensors, *byte_items, *extra)}
     some.free.append(slot)
+    return found
 
 
 def run(case: Case, writer: PartWriter, some: Slots) -> None:
@@ -171,6 +172,19 @@ def test_what_was_not_staged_is_stored_once_under_all_its_names(case: Case) -> N
             seal_and_check(writer, some, part, tensors, byte_items, extra)
             assert part.layout is not None
             assert len(part.layout.tensors) == len(tensors) - sum(1 for i in case.named if tensors[i][1].numel())
+
+
+def test_of_tensors_that_change_their_dtype_alone_the_new_one_is_stored() -> None:
+    with slots() as some:
+        writer = PartWriter()
+        for dtype in (torch.float32, torch.int32, torch.float64):
+            tensors = [("x", torch.arange(3000).to(dtype))]
+            part = Part(math.inf)
+            writer.fill(part, some.take, tensors)
+            assert seal_and_check(writer, some, part, tensors, [])["x"].dtype == dtype
+            part = Part(math.inf)
+            writer.fill(part, some.take, [("x", writer.stage(part, some.take, tensors)[0])])
+            assert seal_and_check(writer, some, part, tensors, [])["x"].dtype == dtype
 
 
 @pytest.mark.parametrize(

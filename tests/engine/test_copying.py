@@ -165,6 +165,28 @@ def test_what_is_left_of_the_push_of_an_earlier_round_takes_no_slot_of_a_newer_o
     assert pair(1, "parts") == before
 
 
+@pytest.mark.stores_any_bytes
+def test_a_part_that_differs_from_the_copy_of_the_same_save_replaces_it(pair: _Job) -> None:
+    pair.copied(1)
+    before = pair(1, "same", 1, 0)
+    assert pair(0, "push_crafted", 1, RUN, step=1) is None
+    assert pair(1, "same", 1, 0) != before
+    assert pair(0, "save", 2) is None
+    assert pair(0, "push", 2) is None, "the slot of the first copy is free"
+
+
+@pytest.mark.stores_any_bytes
+@pytest.mark.parametrize("in_time", [True, False])
+def test_copies_of_one_rank_are_received_one_at_a_time(tmpfs: Path, in_time: bool) -> None:
+    with _Job(tmpfs, 2, 1, None, 30.0 if in_time else 0.2) as job:
+        said = job(1, "receive_twice", 0, 0.5 if in_time else None)
+    if in_time:
+        assert said == ["begins 1", "ends 1", "begins 2", "ends 2"]
+    else:
+        assert (said[0], said[2:]) == ("begins 1", ["ends 1"])
+        assert "another copy of this rank is still being received" in said[1]
+
+
 def test_a_run_that_has_ended_takes_no_copies_in(pair: _Job) -> None:
     pair.copied(1)
     assert pair(1, "end_run") is None

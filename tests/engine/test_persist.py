@@ -274,6 +274,31 @@ def test_jobs_with_one_url_and_one_run_number_never_complete_a_version_of_both(t
     one.close()
 
 
+def test_a_version_is_not_completed_where_another_job_has_a_newer_one(tmpfs: Path) -> None:
+    url = f"memory://{tmpfs.name}"  # which has no locks
+    other, job = Job(tmpfs / "other", url), Job(tmpfs / "job", url)
+    other.commit(5, run=2)
+    other.verify(5, due=5, run=2)
+    other.await_persisted(5)
+    job.commit(10)
+    job.verify(10, due=10)
+    wait_until(lambda: "counts as newer" in str(job.status[0].persist_error), "a failure on rank 0")
+    assert job.steps == [5]
+    other.close()
+    job.close()
+
+
+@pytest.mark.damages_on_purpose
+def test_a_part_that_is_damaged_in_memory_is_not_persisted(tmpfs: Path) -> None:
+    job = Job(tmpfs, f"file://{tmpfs}/store")
+    slot, _ = job.commit(10)
+    slot.buffer[9000] ^= 1
+    job.verify(10, due=10)
+    wait_until(lambda: job.status[0].persist_error is not None or job.steps != [], "an end")
+    assert (job.steps, job.store.ranks_there(SaveId(1, 10)) - {1}) == ([], set())
+    job.close()
+
+
 def test_a_rank_that_cannot_write_is_named_and_the_next_version_is_tried(tmpfs: Path) -> None:
     refusing, told = threading.Event(), list[events.Event]()
 
@@ -286,10 +311,11 @@ def test_a_rank_that_cannot_write_is_named_and_the_next_version_is_tried(tmpfs: 
     job = Job(tmpfs, f"file://{tmpfs}/store", open_store=lambda url: Refusing(open_durable(url).files, url))
     refusing.set()
     with events.subscribe(told.append, tmpfs):
-        job.commit(10)
+        slots = job.commit(10)
         job.verify(10, due=10)
         wait_until(lambda: None not in [each.persist_error for each in job.status], "a failure on both ranks")
-        wait_until(lambda: not job.persisters[0].is_busy, "rank 0 waits no longer")
+        wait_until(lambda: not any(each.is_busy for each in job.persisters), "rank 0 waits no longer")
+        assert slots[1] in [job.commit(step)[1] for step in range(11, 20)], "what is not written keeps no slot"
         assert "rank 1 could not write its part: the quota is used up" in str(job.status[0].persist_error)
         refusing.clear()
         job.commit(20)

@@ -13,7 +13,7 @@ import pytest
 from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.container import BaseContainer
-from ml_flashpoint.memory.lineage import read_records, write_record
+from ml_flashpoint.memory.lineage import RunRecord, newest_begun, read_records, write_record
 from tests.support.forked import Team, call_team
 from tests.support.part_checker import problems_in
 from tests.workers.recovery_job import Plan, await_copies, go_on, play
@@ -348,6 +348,8 @@ def test_a_fault_on_one_rank_is_an_error_on_all(tmpfs: Path, name: str, kind: st
     told = run(tmpfs, Plan(fault=(1, f"ml_flashpoint.{name}", SaveError("broken on purpose"))), **IMPATIENT)
     assert [each["error"][0] for each in told] == [kind, kind]
     assert "broken on purpose" in told[1]["error"][1]
+    if name != "engine.recovery.mark_begun":  # a run begins once all nodes have its record
+        assert newest_begun(read_records(container_of(tmpfs, 0))) == RunRecord(1, begun=True)
     assert all_tell(run(tmpfs, Plan()), "found") == (1, 10), "nothing was lost"
 
 

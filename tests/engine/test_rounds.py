@@ -74,6 +74,37 @@ def test_a_round_chooses_the_newest_part_that_rank_0_has_committed() -> None:
     assert verdict == Verdict(1, (SaveId(1, 10),), SaveId(1, 30), total=1)
 
 
+@pytest.mark.parametrize(("total", "grows"), [(1, False), (2, True)])
+def test_the_terms_of_a_save_leave_a_slot_for_the_rounds_save_that_is_to_come(total: int, grows: bool) -> None:
+    def terms(step: int | None, **how: bool) -> tuple[bool, int, bool]:
+        found = member.request(None if step is None else SaveId(1, step), **how)
+        return found.of_round, found.spare, found.may_grow
+
+    member = Member(Verdict(3, (SaveId(1, 5),), SaveId(1, 50), total), keep=Keep(1))
+    member.call(SaveId(1, 10))
+    member.call(SaveId(1, 20), explicit=True)
+    assert [terms(step) for step in (10, 20, None)] == [(False, 1, grows), (True, 0, grows), (True, 0, grows)]
+    member.call(SaveId(1, 50))
+    member.call(SaveId(1, 60))
+    assert [terms(step) for step in (50, 60, None)] == [(True, 0, grows), (False, 0, grows), (False, 0, grows)]
+    assert terms(None, explicit=True) == (True, 0, grows)
+    assert member.request(SaveId(1, 60)).retained == {SaveId(1, 5), SaveId(1, 50)}
+
+
+def test_what_is_lost_stays_so_where_an_older_save_is_verified() -> None:
+    member = Member(Verdict(0, (), SaveId(1, 30)), keep=Keep(1))
+    for step in (20, 30):
+        member.call(SaveId(1, step), explicit=True)
+        member.parts[SaveId(1, step)] = True
+    leader = Leader(member, ranks=1)
+    for number, (step, outcome) in enumerate([(30, Outcome.LOST), (20, Outcome.COPIED)]):
+        verdict = leader.decide([Answer(number, SaveId(1, step), outcome)])
+        assert verdict is not None
+        assert verdict.lost == (SaveId(1, 30),)
+        member.adopt(verdict)
+    assert member.verdict == Verdict(2, (SaveId(1, 20),), SaveId(1, 31), total=1, lost=(SaveId(1, 30),))
+
+
 def test_somebody_who_waits_for_a_save_gets_the_next_round() -> None:
     member = Member(Verdict(4, (SaveId(1, 10),), SaveId(1, 50)), keep=Keep(1))
     member.call(SaveId(1, 20), explicit=True)
@@ -197,6 +228,7 @@ def test_the_first_verified_save_at_or_after_each_multiple_is_due_to_be_persiste
         due.append(None if decided.persist is None else decided.persist.step)
         member.adopt(decided)
     assert due == [None, 40, 40, 40, 70, 80, 80]
+    assert list(member.calls) == [SaveId(2, 90)], "older ones are forgotten"
 
 
 def test_answers_of_an_earlier_round_decide_nothing() -> None:

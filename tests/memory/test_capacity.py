@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from ml_flashpoint.memory.capacity import available_bytes, is_memory
@@ -72,6 +74,11 @@ def test_files_that_say_nothing_are_no_limit(tmpfs: Path, broken: dict[str, obje
     processes(tmpfs, "0::/../job\nnonsense\n1:name=systemd:/\n0::/job\n")
     group(tmpfs, "job", **broken)
     assert available_bytes(tmpfs, root=tmpfs) > 1000
+
+
+def test_what_the_machine_has_left_is_a_limit(tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=12345, total=1 << 40))
+    assert available_bytes(tmpfs, root=tmp_path) == 12345
 
 
 def test_a_small_tmpfs_is_the_limit(small_tmpfs: Path, tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -16,6 +19,7 @@ from ml_flashpoint.format.errors import (
     ManifestError,
     ObjectNotFoundError,
     SaveError,
+    UnreadableError,
     UnsafePathError,
 )
 from ml_flashpoint.format.names import SaveId
@@ -88,6 +92,52 @@ def test_who_only_reads_makes_nothing(tmpfs: Path) -> None:
     container = BaseContainer(tmpfs / "job", make=False)
     assert (container.list_versions(), container.slot_paths(), read_records(container)) == ({}, [], [])
     assert os.listdir(tmpfs / "job/.flashpoint") == []
+
+
+def test_a_part_is_reclaimed_only_while_nobody_reads_it_also_where_a_child_was_forked_meanwhile(tmpfs: Path) -> None:
+    container = with_part(tmpfs)
+    pool = pool_of(container)
+    told, tell = os.pipe()
+    with container.open_part(SAVE, 0):
+        assert not container.reclaim(pool.slots[0], 0)
+        assert container.list_versions() == {SAVE: {0}}
+        child = os.fork()
+        if child == 0:
+            os.read(told, 1)
+            os._exit(0)
+    try:
+        assert container.reclaim(pool.slots[0], 0)
+        assert container.list_versions() == {}
+    finally:
+        os.write(tell, b"x")
+        os.waitpid(child, 0)
+        os.close(told)
+        os.close(tell)
+    pool.close()
+
+
+def test_a_slot_that_stays_locked_is_waited_for_to_a_deadline(tmpfs: Path) -> None:
+    container = with_part(tmpfs)
+    pool = pool_of(container)
+    assert pool.slots[0].lock()  # by a process that is stopped then
+    clock = SimpleNamespace(monotonic=itertools.count().__next__, sleep=lambda seconds: None)
+    with mock.patch("ml_flashpoint.memory.container.time", clock), pytest.raises(UnreadableError, match="be locked"):
+        container.open_part(SAVE, 0).__enter__()
+    pool.slots[0].unlock()
+    assert value_in(container, SAVE) == value_of(SAVE)
+    pool.close()
+
+
+def test_the_manifest_of_a_part_goes_first(tmpfs: Path) -> None:
+    container, unlink = with_part(tmpfs), Path.unlink
+
+    def unlink_one(path: Path, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok)
+        raise OSError("killed")
+
+    with mock.patch.object(Path, "unlink", unlink_one), pytest.raises(OSError, match="killed"):
+        container.remove_part(SAVE, 0)
+    assert container.list_versions() == {}
 
 
 def test_sidecars_come_and_go_with_the_parts(tmpfs: Path) -> None:
@@ -184,6 +234,7 @@ def test_what_a_crash_has_cut_short_is_cleaned_up(tmpfs: Path) -> None:
     (tmpfs / "step-41_ckpt").mkdir()
     (tmpfs / "step-42_ckpt").mkdir()
     (tmpfs / "step-42_ckpt" / "mine.txt").write_bytes(b"a user's")
+    assert list(container.committed().values()) == [SAVE]
     container.clean()
     assert sorted(os.listdir(folder)) == ["rank-00000-00000007.manifest", "rank-00000-00000007.safetensors"]
     assert sorted(os.listdir(slots)) == ["0", "3"]

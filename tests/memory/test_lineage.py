@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError, UnsafePathError
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.container import BaseContainer
-from ml_flashpoint.memory.lineage import RunRecord, mark_begun, newest_begun, next_run, read_records, write_record
+from ml_flashpoint.memory.lineage import (
+    RunRecord,
+    mark_begun,
+    mark_verified,
+    newest_begun,
+    next_run,
+    read_records,
+    write_record,
+)
 from tests.memory.support import fill_up
 
 
@@ -30,6 +38,17 @@ def test_a_run_counts_once_it_is_marked(tmpfs: Path) -> None:
     with pytest.raises(SaveError):
         mark_begun(container, 6)
     assert os.listdir(tmpfs / ".flashpoint/runs") == ["00000005.begun"]
+
+
+def test_that_a_run_had_a_verified_version_is_marked(tmpfs: Path) -> None:
+    container = BaseContainer(tmpfs)
+    write_record(container, RunRecord(1))
+    mark_begun(container, 1)
+    for _ in range(2):
+        mark_verified(container, 1)
+        assert read_records(container) == [RunRecord(1, {}, True, True)]
+    with pytest.raises(SaveError):
+        mark_verified(container, 2)
 
 
 def test_a_full_tmpfs_refuses_the_record_and_lets_it_be_marked(small_tmpfs: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ml_flashpoint.format.errors import ObjectNotFoundError, PrunedError, SaveError
+from ml_flashpoint.format.files import open_regular
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.pool import Pool, SlotRequest, slot_size
@@ -169,6 +172,24 @@ def test_a_reader_that_comes_too_late_is_told(tmpfs: Path, opened: Opened) -> No
     assert all(seen)
 
 
+def test_a_part_whose_slot_is_reused_between_its_open_and_its_lock_is_not_read(
+    tmpfs: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = opened(tmpfs)
+    save(pool, 1)
+
+    def open_first(path: Path, flags: int) -> int:
+        monkeypatch.undo()
+        descriptor = open_regular(path, flags)
+        for step in (2, 3):
+            save(pool, step)
+        return descriptor
+
+    monkeypatch.setattr("ml_flashpoint.memory.container.open_regular", open_first)
+    with pytest.raises(PrunedError), pool.container.open_part(SaveId(1, 1), 0):
+        pass
+
+
 def test_what_this_process_reads_is_not_reused(tmpfs: Path, opened: Opened) -> None:
     pool = opened(tmpfs)
     save(pool, 1)
@@ -181,6 +202,9 @@ def test_what_this_process_reads_is_not_reused(tmpfs: Path, opened: Opened) -> N
     assert pool.saves == {(1, 2), (1, 3)}
     with pytest.raises(PrunedError), pool.reading(SaveId(1, 1)):
         pass
+    with pool.reading(SaveId(1, 3)):
+        pool.clear()
+        assert pool.slots == (slot,)
 
 
 def place() -> tuple[int, int]:
@@ -268,6 +292,16 @@ def test_the_next_process_goes_on_with_the_slots_and_their_parts(tmpfs: Path, op
     oldest = pool.slots[0]
     assert save(pool, 3, 2) is oldest
     assert slot_files(tmpfs) == files
+
+
+def test_a_slot_that_cannot_be_opened_just_now_stays(tmpfs: Path, opened: Opened) -> None:
+    pool = opened(tmpfs)
+    save(pool, 1)
+    pool.close()
+    fails = mock.patch("ml_flashpoint.memory.slot.open_own", side_effect=OSError(errno.EMFILE, "too many open files"))
+    with fails, pytest.raises(OSError, match="too many open files"):
+        opened(tmpfs)
+    assert opened(tmpfs).saves == {(1, 1)}
 
 
 def test_slots_of_another_number_of_ranks_do_not_count_and_go_when_room_is_needed(

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ml_flashpoint.format.errors import FlashpointError, LoadError, RanksLostError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError, RanksLostError
 from ml_flashpoint.ranks.collectives import Collectives
 from ml_flashpoint.ranks.rank_group import rank_group
 from tests.support.forked import Report, Team, call_team
@@ -53,6 +53,24 @@ def test_a_rank_that_does_not_come_is_named_and_can_come_later(tmp_path: Path) -
         assert "the meeting of the job's ranks failed: rank 1 of 2 did not come: " in error
         team[1].say("come")
         assert team.results() == [1, 1]
+
+
+def disagree(report: Report, rank: int) -> tuple[bool, str]:
+    """What ranks come to of which one is not content, and that differ in one of two arguments."""
+    ranks = rank_group()
+    ranks.agree_on(alike="x", own=None)
+    try:
+        ranks.agree_on(alike="x", own=rank)
+    except InvalidArgumentError as error:
+        return ranks.all_ok(rank == 0), str(error)
+    return ranks.all_ok(rank == 0), ""
+
+
+def test_what_ranks_do_not_agree_on_is_refused_by_all(tmp_path: Path) -> None:
+    for ok, error in call_team(disagree, tmp_path, 2):
+        assert not ok
+        assert "own" in error
+        assert "differs between ranks: [0, 1]" in error
 
 
 class MuteError(Exception):

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.format.errors import TopologyError
+from ml_flashpoint.format.errors import InvalidNameError, TopologyError
 from ml_flashpoint.ranks.rank_group import local_node_id
 from tests.support.forked import Report, Team, call
 
@@ -38,6 +38,9 @@ def test_processes_that_share_memory_share_a_node(monkeypatch: pytest.MonkeyPatc
     assert call(node_here) == call(node_here) == local_node_id()
     monkeypatch.setenv("FLASHPOINT_NODE_ID", "rack-7")
     assert local_node_id() == "rack-7"
+    monkeypatch.setenv("FLASHPOINT_NODE_ID", "../rack")
+    with pytest.raises(InvalidNameError):
+        local_node_id()
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs /dev/shm")

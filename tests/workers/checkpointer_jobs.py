@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from pathlib import Path
@@ -52,20 +53,23 @@ def save_steps(report: Report, rank: int, steps: int) -> tuple[dict[int, list[in
         return parts, values
 
 
-def lose_a_save(report: Report, rank: int) -> list[str]:
-    """Rank 1 has no part of step 2; return the outcomes of steps 1 to 3."""
+def lose_a_save(report: Report, rank: int, has_step: bool) -> list[str]:
+    """Rank 1 has no part of step 2, or fails before it has the step. Return the outcomes of steps 1 to 3: both ranks
+    know that of one before they go on."""
     outcomes = []
     with Checkpointer(base(), Config(replication="none")) as checkpointer:
         for step in (1, 2, 3):
             if step == 2 and rank == 1:
-                save = checkpointer.begin(step, explicit=True)
+                save = checkpointer.begin(step if has_step else None, explicit=True)
                 save.fail(SaveError("out of luck"))
+                if not has_step:
+                    with contextlib.suppress(SaveError):
+                        save.name(step)
             else:
                 save = begin_and_commit(checkpointer, step)
-            if step != 2:
-                save.verified.result(30)
-            outcomes.append(save)
-        return [type(save.verified.exception(30)).__name__ for save in outcomes]
+            outcomes.append(type(save.verified.exception(30)).__name__)
+            dist.barrier()
+        return outcomes
 
 
 def save_by_two_tables(report: Report, rank: int) -> list[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,30 @@ class Rank:
         verdict = self.verdict if number is None else self.verdict._replace(number=number)
         with self.copies.connection(to) as peer:
             peer.push(manifest, memoryview(b""), {"run": run, "verdict": verdict})
+
+    def receive_twice(self, of: int, wait_s: float | None) -> list[str]:
+        """Receive a part of a rank, and another one meanwhile, whose end is waited for; what came, in order."""
+        said: list[str] = []
+
+        def receive(step: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+            record = ObjectRecord(size=0, file_size=4096, digests=())
+            manifest = Manifest(SaveId(RUN, step), of, self.ranks.world_size, "n", record)
+            try:
+                with self.copies.receive(manifest, {"run": RUN, "verdict": self.verdict}):
+                    said.append(f"begins {step}")
+                    meanwhile()
+                    said.append(f"ends {step}")
+            except FlashpointError as error:
+                said.append(str(error))
+
+        def begin_second() -> None:
+            second.start()
+            second.join(wait_s)
+
+        second = threading.Thread(target=receive, args=(2,))
+        receive(1, begin_second)
+        second.join()
+        return said
 
     def die_amid(self, method: str) -> None:
         """Kill this process once it has sent, or received, half of the next part."""

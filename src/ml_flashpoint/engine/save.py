@@ -416,7 +416,8 @@ class Saves:
 
     def _judge(self, save: Save, name: SaveId, verdict: Verdict) -> None:
         """End `Save.verified` if a verdict decides about the save."""
-        if save.verified.done():
+        has_failed = save.committed.done() and save.committed.exception() is not None  # `Save.fail` tells why
+        if has_failed or save.verified.done():
             return
         fate = verdict.fate(name, explicit=save.terms.explicit)
         if fate is Fate.VERIFIED:

@@ -89,11 +89,6 @@ Found: TypeAlias = CompleteVersion | Version
 """A version that every rank can load: in memory, or in the durable store."""
 
 
-def tier_of(found: Found | None) -> str:
-    """Return the tier that a version was found in."""
-    return "persisted" if isinstance(found, Version) else "memory"
-
-
 @dataclass(frozen=True, slots=True)
 class KeptVersion:
     """A version that can be gone back to: every part of it is on some node of the job.
@@ -416,7 +411,7 @@ class Recovery:
         if listed.unknown and not records:
             raise SaveError(f"no number can be chosen for the run: {listed.unknown}", rank=ranks.rank)
         existing, save = self.existing(reports), None if chosen is None else chosen.save
-        if tier_of(chosen) == "memory" and save not in {None, *(each.save for each in existing)}:
+        if not isinstance(chosen, Version) and save not in {None, *(each.save for each in existing)}:
             raise SaveError("the version is not whole any more: find one anew", rank=ranks.rank)
         found = [part.save for report in reports for part in report.inventory.parts]
         found.append(SaveId(listed.run, 0))  # what is not whole there must not be taken for parts of this run
@@ -584,7 +579,7 @@ class _Search:
                     fetch_s=fetch_s,
                     fetched_bytes=self.fetched_bytes,
                     tries=tries,
-                    tier=tier_of(found),
+                    tier="persisted" if isinstance(found, Version) else "memory",
                     world_size=found.world_size,
                 )
                 return found

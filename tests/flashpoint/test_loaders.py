@@ -379,6 +379,31 @@ def test_what_was_given_is_not_fetched_again_and_after_the_last_batch_a_loop_is_
         assert [len(list(fp.batches(loader))) for _ in range(2)] == [0, BATCHES]
 
 
+@pytest.mark.parametrize(
+    "name", ["augmented", "generator that the program draws from, too", "distributed", "torchdata"]
+)
+def test_a_loop_over_a_range_of_epochs_skips_no_epoch_where_finished_ones_are_skipped(tmpfs: Path, name: str) -> None:
+    def life(base: Path, seed: int, crash_at: int | None) -> Seen:
+        for reseed in (torch.manual_seed, random.seed, np.random.seed):
+            reseed(seed)
+        loader, seen = PROGRAMS[name].make(), list[Any]()
+        with Flashpoint(base, handle_sigterm=False, strict=True) as fp:
+            step = fp.track(loader=loader).resume()
+            for epoch in range(step // len(loader), EPOCHS):
+                for batch in fp.batches(loader).skipping_finished():
+                    seen.append((epoch, batch.tolist(), drawn()))
+                    step = fp.step()
+                    fp.wait()
+                    if step == crash_at:
+                        return seen
+        return seen
+
+    crashes = [2, BATCHES, BATCHES + 1, 2 * BATCHES, None]
+    together = [each for seed, crash_at in enumerate(crashes) for each in life(tmpfs / "job", seed, crash_at)]
+    assert together == life(tmpfs / "undisturbed", 0, None)
+    assert len(together) == EPOCHS * BATCHES
+
+
 @pytest.mark.parametrize("name", ["distributed", "torchdata, distributed"])
 def test_set_epoch_says_that_the_next_epoch_begins_and_another_epoch_is_refused(base: Path, name: str) -> None:
     program = PROGRAMS[name]

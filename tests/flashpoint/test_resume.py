@@ -30,8 +30,8 @@ from tests.support.loops import (
     versions,
 )
 from tests.support.settings import SETTINGS
+from tests.support.worker import base_path
 from tests.workers import training
-from tests.workers.distributed_training import base as team_base
 from tests.workers.training import Job
 
 preload("torch._dynamo")
@@ -76,7 +76,7 @@ def round_trips(report: Report, rank: int, kind: str) -> None:
     torch.set_num_threads(1)
     options: dict[str, Any] = {"strict": True, "handle_sigterm": False, "deadline_s": 30}
     for number, (name, setting) in enumerate(SETTINGS.items()):
-        folder = team_base().parent / f"job-{number}"
+        folder = base_path().parent / f"job-{number}"
         job, other = Job(kind), Job(kind)
         job.step(), job.step()
         with setting(), Flashpoint(folder, **options) as fp:

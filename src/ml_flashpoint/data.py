@@ -54,12 +54,6 @@ class Loop:
     loaders: list[str] = field(default_factory=list)
     uses_any: bool = False
 
-    def warn_if_unused(self) -> None:
-        """Warn if the program loops over none of the loaders."""
-        if not self.uses_any:
-            text = "nobody loops over fp.batches(...) of what is tracked as %s: a restart begins an epoch anew"
-            _log.warning(text, ", ".join(self.loaders))
-
 
 class Loaders:
     """The loaders that a program has tracked."""
@@ -170,8 +164,9 @@ class LoaderState(PlaceInData):
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors."""
         self._saves += 1
-        if self._saves == 2:  # the first one may be before the loop
-            self._loop.warn_if_unused()
+        if self._saves == 2 and not self._loop.uses_any:  # the first one may be before the loop
+            text = "nobody loops over fp.batches(...) of what is tracked as %s: a restart begins an epoch anew"
+            _log.warning(text, ", ".join(self._loop.loaders))
         if self._begun_at is not None:
             self._pending = None
         epoch = self.epoch

@@ -54,12 +54,6 @@ class Loop:
     loaders: list[str] = field(default_factory=list)
     uses_any: bool = False
 
-    def warn_if_unused(self) -> None:
-        """Warn if the program loops over none of the loaders."""
-        if not self.uses_any:
-            text = "nobody loops over fp.batches(...) of what is tracked as %s: a restart begins an epoch anew"
-            _log.warning(text, ", ".join(self.loaders))
-
 
 class Loaders:
     """The loaders that a program has tracked."""
@@ -88,10 +82,17 @@ class Loaders:
 class LoaderBatches:
     """The batches of a tracked loader, whose ``place`` begins each pass. Each ``for`` loop over this is one."""
 
-    def __init__(self, place: Any, through: Through | None = None) -> None:
-        self._place, self._through = place, through
+    def __init__(self, place: Any, through: Through | None = None, *, skips_finished: bool = False) -> None:
+        self._place, self._through, self._skips_finished = place, through, skips_finished
+
+    def skipping_finished(self) -> LoaderBatches:
+        """Return these batches for a program whose loop over epochs begins with ``range(step // len(loader), ...)``: if
+        the loaded epoch has no batch left, the first loop after `resume` is the next epoch, and not empty."""
+        return LoaderBatches(self._place, self._through, skips_finished=True)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._skips_finished:
+            self._place.skip_finished()
         return cast("Iterator[Any]", self._place.begin(self._through))
 
     def __len__(self) -> int:
@@ -163,8 +164,9 @@ class LoaderState(PlaceInData):
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors."""
         self._saves += 1
-        if self._saves == 2:  # the first one may be before the loop
-            self._loop.warn_if_unused()
+        if self._saves == 2 and not self._loop.uses_any:  # the first one may be before the loop
+            text = "nobody loops over fp.batches(...) of what is tracked as %s: a restart begins an epoch anew"
+            _log.warning(text, ", ".join(self._loop.loaders))
         if self._begun_at is not None:
             self._pending = None
         epoch = self.epoch
@@ -257,6 +259,15 @@ class LoaderState(PlaceInData):
         if through is not None:
             epoch.own, epoch.generators = copy.deepcopy(self._own_state())
         return self._counted(epoch, inner, drawn, through)
+
+    def skip_finished(self) -> None:
+        """Pass over the loaded epoch if it has no batch left, unless the program tells its epochs to the sampler."""
+        pending = self._pending if self._begun_at is None else None
+        if pending is None or not pending.under_way or not self._is_through(pending):
+            return
+        if not pending.set_epoch and pending.set_epoch == self._set_epoch():
+            for _ in self.begin(None):
+                pass
 
     def _is_next_epoch(self, epoch: Epoch) -> bool:
         """Return True if the program has gone on to the next epoch after the last batch of the one before."""

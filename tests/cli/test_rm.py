@@ -20,7 +20,7 @@ from tests.support.forked import Child, Team, call_team, preload
 from tests.support.loops import Stored, versions
 from tests.workers import fault_team
 from tests.workers import recovery_faults as faults
-from tests.workers.starting import start
+from tests.workers.recovery_faults import start
 
 preload("tests.workers.recovery_faults")
 

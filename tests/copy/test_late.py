@@ -13,7 +13,7 @@ from torch import nn
 from ml_flashpoint.copy import cuda, transfers
 from ml_flashpoint.copy.overlap import LateCopy, Overlap
 from ml_flashpoint.format.errors import SaveError
-from tests.support.played_streams import PlayedStreams
+from tests.support.played_cuda import PlayedStreams
 from tests.support.tensors import raw, tensor_of
 
 SIZES = [(70,), (700_000,), (50, 8), (31, 2)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ml_flashpoint.copy import cuda, transfers
 from ml_flashpoint.copy.cpu import copy_all, typed_view
-from tests.support.played_streams import PlayedStreams
+from tests.support.played_cuda import PlayedStreams
 from tests.support.tensors import PLAIN_DTYPES, raw, tensor_of
 
 SLICE, TRANSFER, SMALL = 4096, 1024, 512

@@ -14,7 +14,7 @@ from ml_flashpoint import Flashpoint
 from ml_flashpoint.adapter.pytorch.memory_stager import HAS_FUTURES, MemoryStager
 from ml_flashpoint.copy.overlap import LateCopy
 from tests.support.dcp import RESULT_TIMEOUT_S, Door
-from tests.support.played_device import lock_slots
+from tests.support.played_cuda import lock_slots, note_late
 from tests.support.tensors import assert_same, blank, clones
 
 pytestmark = pytest.mark.cuda
@@ -51,14 +51,7 @@ class Job:
 def late(monkeypatch: pytest.MonkeyPatch) -> list[LateCopy]:
     """The copies that went on beside the training."""
     found: list[LateCopy] = []
-    start = LateCopy.start
-
-    def noted(self: LateCopy, names: Any, targets: Any, sources: Any) -> None:
-        start(self, names, targets, sources)
-        if names:
-            found.append(self)
-
-    monkeypatch.setattr(LateCopy, "start", noted)
+    note_late(monkeypatch, found)
     return found
 
 

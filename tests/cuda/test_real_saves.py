@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from ml_flashpoint import Checkpointer, Flashpoint
-from tests.support.played_device import lock_slots
+from tests.support.played_cuda import lock_slots
 from tests.support.tensors import assert_same
 
 pytestmark = pytest.mark.cuda

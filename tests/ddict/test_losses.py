@@ -378,6 +378,23 @@ def test_a_checkpoint_without_changes_sends_nothing_and_is_recovered_all_the_sam
 
 @pytest.mark.slow
 @pytest.mark.damages_on_purpose
+def test_what_was_taken_back_does_not_stay_in_memory(make: Make) -> None:
+    d = make(working_set_size=4)
+    d["key"] = 0
+    d.checkpoint()
+    d.wait_for_commit()
+
+    parts = []
+    for _ in range(3):
+        d["key"] = torch.zeros(BIG)
+        d.checkpoint()
+        d.wait_for_commit()
+        parts.append(len(list(Path(d._configuration.base).glob("*/step-*/*.manifest"))))
+        d.rollback(to=0)
+        d.checkpoint()
+    assert parts[0] == parts[1] == parts[2]
+
+
 def test_what_is_damaged_everywhere_is_lost_and_told() -> None:
     with DDict(1, 2, 256 << 20, replication="ring", timeout=DEADLINE_S) as dictionary:
         values = fill(dictionary)

@@ -362,6 +362,35 @@ def run(seed: int) -> None:
     world.check_end()
 
 
+def test_commits_go_on_when_all_are_taken_back_just_after_a_commit() -> None:
+    rules, handle = Rules(OPTIONS), Standing("handle", "session", 0, 0)
+    rules.processes["session"] = "a process"
+    rules.join(handle.account())
+
+    def carry_out(step: Step) -> None:
+        ask = rules.ask(step)
+        for manager in ask.requests:
+            ask.heard(manager)
+        ask.done([{"part": (1, 1)}] * MANAGERS)
+        rules.ended(ask, is_done=True)
+
+    def commit(at: int) -> None:
+        rules.move(handle.account(), at + 1, onwards=True)
+        while rules.committed < at and (step := rules.next()) is not None:
+            carry_out(step)
+        assert rules.committed == at
+
+    commit(0)
+    carry_out(Step.SETTLE)
+    commit(1)
+    handle.go_back(Back(0))
+    rules.go_back(handle.account().whose, handle.session, Back(0))
+    carry_out(Step.BEGIN)
+    handle.went_back(0, rules.state())
+    commit(0)
+    commit(1)
+
+
 @pytest.mark.parametrize("of", range(4))
 def test_nothing_acknowledged_is_lost_without_a_word_or_covered(of: int) -> None:
     for seed in range(of * 500, (of + 1) * 500):

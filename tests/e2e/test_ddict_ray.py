@@ -213,8 +213,8 @@ def test_nothing_committed_is_lost_strike_after_strike(cluster: RayCluster, base
     with DDict(1, NODES, 5 << 30, working_set_size=8, timeout=TIMEOUT_S, replication="ring") as d:
         # On the head, which is not lost.
         pinned = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(cluster.head, soft=False)
-        task = ray.remote(ddict_ray.write_parts).options(num_cpus=0.2, max_retries=0, scheduling_strategy=pinned)
-        writers = [task.remote(d, rank, WRITERS) for rank in range(WRITERS)]
+        task = ray.remote(ddict_ray.write_epochs).options(num_cpus=0.2, max_retries=0, scheduling_strategy=pinned)
+        writers = [task.remote(d, rank, WRITERS, True) for rank in range(WRITERS)]
         committed = _await_committed(d, PARTS)
         away = manager_elsewhere(cluster, d)
         for strike in (

@@ -20,8 +20,9 @@ if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed", allow_module_level=True)
 
 from tests.support import forked
-from tests.support.cluster import REPOSITORY, Cluster, free_port
+from tests.support.cluster import REPOSITORY, free_port
 from tests.support.forked import Team, call_team
+from tests.support.lives import assert_example_goes_on
 from tests.workers import deepspeed_training as worker
 
 pytestmark = [pytest.mark.slow(80), pytest.mark.timeout(600)]
@@ -74,23 +75,13 @@ def test_killed_again_and_again(tmpfs: Path, kind: str) -> None:
 
 EXAMPLE = REPOSITORY / "examples" / "deepspeed" / "train_gpt.py"
 ON_CPU = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
-
-
-def assert_it_went_on(output: str) -> None:
-    assert "starting anew" in output
-    assert "rank 0 kills itself" in output
-    assert re.search(r"going on from step 1[234]", output)
-    assert "step 24: loss" in output
+SAYS = ("starting anew", r"going on from step 1[234]", "step 24: loss")
 
 
 def test_the_example_goes_on(tmpfs: Path) -> None:
     args = ["--base", tmpfs / "job", "--steps", 24, "--die-at", 14]
     preload = ["tests.workers.deepspeed_training"]
-    with Cluster(
-        tmpfs, EXAMPLE, ranks_per_node=2, args=args, env=ON_CPU, torchrun=True, max_restarts=2, preload=preload
-    ) as cluster:
-        cluster.wait(timeout_s=200)
-        assert_it_went_on(cluster.outputs()[0])
+    assert_example_goes_on(tmpfs, EXAMPLE, *args, says=SAYS, preload=preload, **ON_CPU)
 
 
 @pytest.mark.soak
@@ -103,4 +94,5 @@ def test_the_example_goes_on_under_deepspeeds_launcher(tmpfs: Path) -> None:
     ]
     assert lives[0].returncode
     assert lives[1].returncode == 0, lives[1].stderr
-    assert_it_went_on("".join(each.stdout for each in lives))
+    output = "".join(each.stdout for each in lives)
+    assert all(re.search(pattern, output) for pattern in SAYS), output

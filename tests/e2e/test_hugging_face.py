@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +13,7 @@ pytest.importorskip("transformers")
 
 from tests.support import warm
 from tests.support.cluster import REPOSITORY, Cluster, free_port
+from tests.support.lives import assert_example_goes_on, assert_undisturbed, last
 from tests.support.processes import OF_RANKS, child_environment
 
 pytestmark = [pytest.mark.slow(90), pytest.mark.timeout(240)]
@@ -28,10 +28,6 @@ KILLS = {
     "trainer-lora-stops": (3, 14),
     "trainer-fsdp2": (4,),
 }
-
-
-def last(reports: list[dict[str, Any]], name: str) -> Any:
-    return [each[name] for each in reports if name in each][-1]
 
 
 @pytest.mark.parametrize("kind", list(KILLS))
@@ -50,28 +46,18 @@ def test_killed_run_is_the_undisturbed_run(tmpfs: Path, kind: str) -> None:
         for rank in range(ranks):
             reports = cluster.reports(rank)
             assert sum("resumes" in each for each in reports) >= len(KILLS[kind]) + 2
-            resumed, undisturbed = last(reports, "resumed"), last(reports, "undisturbed")
+            own = assert_undisturbed(reports, but={"losses"})
             # What was told in whichever life, the last one's where two did.
-            own = reports[: next(i for i, each in enumerate(reports) if "resumed" in each)]
             losses = {each["step"]: each["value"] for each in own if "step" in each}
-            assert losses == undisturbed["losses"]
-            for name in undisturbed.keys() - {"losses"}:
-                assert resumed[name] == undisturbed[name], name
-            assert resumed["failures"] == 0
+            assert losses == last(reports, "undisturbed")["losses"]
+            assert last(reports, "resumed")["failures"] == 0
 
 
 def test_the_trainers_example_goes_on(tmpfs: Path) -> None:
     example = REPOSITORY / "examples" / "transformers" / "train_gpt.py"
     args = ["--base", tmpfs / "job", "--steps", 24, "--die-at", 14]
-    with Cluster(
-        tmpfs, example, ranks_per_node=2, args=args, torchrun=True, max_restarts=2, preload=warm.HUGGING_FACE
-    ) as cluster:
-        cluster.wait(timeout_s=200)
-        output = cluster.outputs()[0]
-    assert "starting anew" in output
-    assert "rank 0 kills itself" in output
-    assert re.search(r"resumed at step 1[34] from memory", output)
-    assert "train_loss" in output
+    says = ["starting anew", r"resumed at step 1[34] from memory", "train_loss"]
+    assert_example_goes_on(tmpfs, example, *args, says=says, preload=warm.HUGGING_FACE)
 
 
 def test_accelerates_example_goes_on_under_its_launcher(tmpfs: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,13 @@ import pytest
 
 from tests.support import warm
 from tests.support.cluster import REPOSITORY, Cluster
+from tests.support.lives import assert_example_goes_on, assert_undisturbed, last
 from tests.support.persisting import lose_all_nodes, persisted_steps
 
 pytestmark = [pytest.mark.slow(90), pytest.mark.timeout(300)]
 EXAMPLE = REPOSITORY / "examples" / "lightning" / "train_gpt.py"
 # At the step of Lightning's own checkpoint, in the midst of an epoch, at its end.
 KILLS = {"single": (7,), "ddp": (5, 14), "fsdp": (9,), "model_parallel": (5,)}
-
-
-def last(reports: list[dict[str, Any]], name: str) -> Any:
-    return [each[name] for each in reports if name in each][-1]
 
 
 @pytest.mark.parametrize("kind", list(KILLS))
@@ -37,17 +33,15 @@ def test_killed_run_is_the_undisturbed_run(tmpfs: Path, tmp_path: Path, kind: st
         cluster.wait(timeout_s=240)
         for rank in range(ranks):
             reports = cluster.reports(rank)
-            resumed, undisturbed = last(reports, "resumed"), last(reports, "undisturbed")
+            own = assert_undisturbed(reports, but={"batches", "restored"})
             lives = [each["resumes"] for each in reports if "life" in each][: len(KILLS[kind]) + 1]
             assert lives[0] is None
             assert all(each.endswith("_ckpt") for each in lives[1:])
             # Every batch of every step, in whichever life it was last trained on.
-            own = reports[: next(i for i, each in enumerate(reports) if "resumed" in each)]
             batches = {each["step"]: each["batch"] for each in own if "batch" in each}
-            assert [batches[step] for step in range(len(batches))] == [batch for _, batch in undisturbed["batches"]]
-            for name in undisturbed.keys() - {"batches", "restored"}:
-                assert resumed[name] == undisturbed[name], name
-            assert resumed["restored"], "the module's own part of the checkpoint came back"
+            expected = [batch for _, batch in last(reports, "undisturbed")["batches"]]
+            assert [batches[step] for step in range(len(batches))] == expected
+            assert last(reports, "resumed")["restored"], "the module's own part of the checkpoint came back"
             assert last(reports, "health")["failures"] == 0
 
 
@@ -78,11 +72,11 @@ def test_all_memory_is_lost_again_and_again(tmpfs: Path, tmp_path: Path, kind: s
         assert last(reports, "source") == "persisted"
         assert last(reports, "health")["failures"] == 0
         assert persisted_steps(store)[0] == last(reports, "last_saved"), "the planned end persists the last version"
-        resumed, undisturbed = last(reports, "resumed"), last(reports, "undisturbed")
-        trained = [batch for _, batch in undisturbed["batches"][-len(resumed["batches"]) :]]
-        assert [batch for _, batch in resumed["batches"]] == trained
-        for name in undisturbed.keys() - {"batches", "restored", "files"}:
-            assert resumed[name] == undisturbed[name], name
+        assert_undisturbed(reports, but={"batches", "restored", "files"})
+        resumed, undisturbed = (
+            [batch for _, batch in last(reports, run)["batches"]] for run in ("resumed", "undisturbed")
+        )
+        assert resumed == undisturbed[-len(resumed) :]
 
 
 @pytest.mark.timeout(600)
@@ -104,25 +98,16 @@ def test_at_real_size_a_lost_node_gets_its_part_from_the_other(tmpfs: Path, tmp_
             lives = [each["resumes"] for each in reports if "life" in each]
             # The agents may have swapped the ranks.
             assert [each and Path(each).name for each in lives] == [None, "step-2_ckpt", None]
-            resumed, undisturbed = last(reports, "resumed"), last(reports, "undisturbed")
-            for name in undisturbed.keys() - {"batches", "restored"}:
-                assert resumed[name] == undisturbed[name], name
+            assert_undisturbed(reports, but={"batches", "restored"})
             assert last(reports, "cuts")
         assert sum(last(cluster.reports(rank), "bytes") for rank in range(2)) > 256 << 20
 
 
 def test_the_example_goes_on_from_the_step_before_the_kill(tmpfs: Path) -> None:
     args = ["--base", tmpfs / "job", "--steps", 24, "--every", 4, "--die-at", 14]
-    with Cluster(
-        tmpfs, EXAMPLE, ranks_per_node=2, args=args, torchrun=True, max_restarts=2, preload=warm.LIGHTNING
-    ) as cluster:
-        cluster.wait(timeout_s=200)
-        output = cluster.outputs()[0]
-    assert "starting anew" in output
-    assert "rank 0 kills itself" in output
     # Step 12 is committed, or its save was still under way when the rank died.
-    assert re.search(r"going on from \S*/step-(8|12)_ckpt", output)
-    assert re.search(r"[34] saves, 0 failed", output)
+    says = ["starting anew", r"going on from \S*/step-(8|12)_ckpt", r"[34] saves, 0 failed"]
+    assert_example_goes_on(tmpfs, EXAMPLE, *args, says=says, preload=warm.LIGHTNING)
 
 
 @pytest.mark.parametrize(("how", "code"), [("ends", 0), ("fails", 1)])

@@ -64,7 +64,7 @@ def test_ranks_that_moved_find_their_parts_and_other_world_sizes_are_refused(tmp
         (2, "NoReplicasAvailableError", "of 3 are on no node of this job"),
         (4, "WorldSizeChangedError", "saved by 3 ranks, and there are 4 now"),
     ):
-        for errors in call_team(local_faults.refuse_other_world_size, tmpfs, world_size):
+        for errors in call_team(local_faults.refusals, tmpfs, world_size):
             for kind, text in errors:
                 assert kind == refused
                 assert why in text
@@ -74,9 +74,9 @@ def test_ranks_that_moved_find_their_parts_and_other_world_sizes_are_refused(tmp
 
 def test_a_job_of_fewer_ranks_does_not_start_over_what_they_all_have(tmpfs: Path) -> None:
     """There the parts of the others are on no node of the job: not because they were lost."""
-    call_team(local_faults.save_without_copies, tmpfs, 2)
-    (kind,) = call_team(local_faults.refuse_where_parts_of_other_ranks_are_missing, tmpfs, 1)
-    assert kind == "NoReplicasAvailableError"
+    call_team(local_faults.save_one, tmpfs, 2, 1, "bare", False)
+    (errors,) = call_team(local_faults.refusals, tmpfs, 1, "bare")
+    assert [kind for kind, _ in errors] == ["NoReplicasAvailableError"] * 2
 
 
 def test_dtensors_are_copied_and_come_back(tmpfs: Path) -> None:

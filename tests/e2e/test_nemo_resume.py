@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Set
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support import warm
 from tests.support.cluster import Cluster
+from tests.support.lives import Reports, assert_undisturbed, last
 from tests.support.persisting import persisted_steps
 
 pytestmark = [
@@ -22,22 +23,13 @@ pytestmark = [
 ]
 
 
-def last(reports: list[dict[str, Any]], name: str) -> Any:
-    return [each[name] for each in reports if name in each][-1]
-
-
-def check(
-    reports: list[dict[str, Any]], but: frozenset[str] | set[str] = frozenset(), steps: int = 14
-) -> list[Path | None]:
+def check(reports: Reports, but: Set[str] = frozenset(), steps: int = 14) -> list[Path | None]:
     """That the run which was killed came to what the other did; what its lives have gone on from."""
-    resumed, undisturbed = last(reports, "resumed"), last(reports, "undisturbed")
-    for name in undisturbed.keys() - but:
-        assert resumed[name] == undisturbed[name], name
-    ended = next(number for number, each in enumerate(reports) if "resumed" in each)
-    told = [{each["step"]: each for each in part if "step" in each} for part in (reports[:ended], reports[ended:])]
+    own = assert_undisturbed(reports, but)
+    told = [{each["step"]: each for each in part if "step" in each} for part in (own, reports[len(own) :])]
     assert list(told[1]) == list(range(1, steps + 1))
     assert dict(sorted(told[0].items())) == told[1], "batches and losses of all steps, in their last life"
-    paths = [each["resumes"] for each in reports[:ended] if "resumes" in each]
+    paths = [each["resumes"] for each in own if "resumes" in each]
     return [None if path is None else Path(path) for path in paths]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import shutil
 import threading
 from pathlib import Path
@@ -15,6 +14,7 @@ pytest.importorskip("torchtitan")
 
 from tests.support import warm
 from tests.support.cluster import REPOSITORY, Cluster
+from tests.support.lives import assert_example_goes_on
 from tests.workers.training import gate_of
 
 pytestmark = [pytest.mark.slow(90), pytest.mark.timeout(600)]
@@ -63,12 +63,6 @@ def test_killed_ranks_and_a_lost_node(tmpfs: Path, kind: str) -> None:
 def test_the_example_goes_on(tmpfs: Path) -> None:
     example = REPOSITORY / "examples" / "torchtitan" / "train.py"
     args = ["--base", tmpfs / "job", "--folder", tmpfs / "own", "--steps", 12, "--die-at", 6]
-    with Cluster(
-        tmpfs, example, ranks_per_node=2, args=args, torchrun=True, max_restarts=2, preload=warm.TITAN
-    ) as cluster:
-        cluster.wait(timeout_s=200)
-        output = cluster.outputs()[0]
-    assert "rank 0 kills itself" in output
-    assert re.search(r"resumed at step [1-6] from memory", output)
-    assert "Training completed" in output
+    says = [r"resumed at step [1-6] from memory", "Training completed"]
+    assert_example_goes_on(tmpfs, example, *args, says=says, preload=warm.TITAN)
     shutil.rmtree(tmpfs / "own")

@@ -21,9 +21,9 @@ from ml_flashpoint.format.errors import CapacityError, FlashpointError, Replicat
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.ranks.retention import Keep
 from tests.support.forked import Child, preload, wait_until
-from tests.workers import board_store
+from tests.workers import checkpointer_jobs as jobs
 
-preload("tests.workers.board_store")
+preload("tests.workers.checkpointer_jobs")
 
 _FIRST = Verdict(0, (), SaveId(1, 0))
 
@@ -215,7 +215,7 @@ def test_a_store_that_was_killed_and_comes_back_empty_goes_on(
     begin: Callable[..., _Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHPOINT_LATE_S", "0.2")  # the count of answers is lost with the store
-    with Child(board_store.serve, 0) as first:
+    with Child(jobs.serve, 0) as first:
         port = first.next_report("port")[1]
         job = begin(3, lambda: _client(port))
         job.save(10, explicit=True)
@@ -225,7 +225,7 @@ def test_a_store_that_was_killed_and_comes_back_empty_goes_on(
         failed = lambda: [kind for kind, _ in job.emitted].count(events.AgreementFailed)  # noqa: E731
         wait_until(lambda: failed() == 3, "ranks that miss the store")
         assert all(board.verdict.newest == SaveId(1, 10) for board in job.boards)
-        with Child(board_store.serve, port) as second:
+        with Child(jobs.serve, port) as second:
             second.next_report("port")
             job.save(30, explicit=True)
             job.await_verified(30)
@@ -233,7 +233,7 @@ def test_a_store_that_was_killed_and_comes_back_empty_goes_on(
 
 
 def test_saves_go_on_while_the_store_is_stopped_and_are_verified_when_it_goes_on(begin: Callable[..., _Job]) -> None:
-    with Child(board_store.serve, 0) as server:
+    with Child(jobs.serve, 0) as server:
         port = server.next_report("port")[1]
         job = begin(2, lambda: _client(port))
         job.save(10, explicit=True)

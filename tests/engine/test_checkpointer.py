@@ -110,7 +110,7 @@ def test_a_full_tmpfs_is_an_error_when_it_is_opened_that_says_what_to_do(small_t
     others.unlink()
     with Checkpointer(small_tmpfs / "job") as checkpointer:
         jobs.begin_and_commit(checkpointer, 1).verified.result(30)
-        others = fill_up(small_tmpfs)
+    others = fill_up(small_tmpfs)  # no slot is made any more, for which there would be no room then
     with Checkpointer(small_tmpfs / "job") as checkpointer:
         with pytest.raises(CapacityError, match="no room for the record of a run"):
             checkpointer.latest()

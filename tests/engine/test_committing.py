@@ -26,7 +26,7 @@ from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.format.knobs import BLOCK_BYTES_VARIABLE
 from ml_flashpoint.format.object_format import parse_header
 from ml_flashpoint.memory.slot import Slot, round_up
-from tests.support.played_streams import PlayedStreams
+from tests.support.played_cuda import PlayedStreams
 from tests.support.tmpfs import make_folder, remove_folder
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)

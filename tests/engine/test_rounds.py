@@ -216,6 +216,15 @@ def test_a_round_that_some_rank_has_answered_is_not_given_up_and_older_saves_are
     assert rounds.member.verdict.lost == (SaveId(1, 10), SaveId(1, 20), SaveId(1, 30))
 
 
+def test_a_save_that_somebody_waits_for_may_take_any_free_slot_for_the_round_may_wait_for_it() -> None:
+    member = Member(Verdict(4, (SaveId(1, 10),), SaveId(1, 50)), keep=Keep(1))
+    member.call(SaveId(1, 20))
+    member.call(SaveId(1, 30), explicit=True)
+    of_a_loop, waited = (member.request(SaveId(1, step)) for step in (20, 30))
+    assert (of_a_loop.of_round, of_a_loop.spare) == (False, 1)
+    assert (waited.of_round, waited.spare) == (True, 0)
+
+
 def test_the_first_verified_save_at_or_after_each_multiple_is_due_to_be_persisted() -> None:
     verdict, due = Verdict(0, (SaveId(1, 25),), SaveId(2, 0)), []
     member = Member(verdict, keep=Keep(1))

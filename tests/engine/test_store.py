@@ -10,20 +10,20 @@ import pytest
 
 from ml_flashpoint.engine.store import open_store
 from tests.support.forked import call_team, preload
-from tests.workers import job_store
+from tests.workers import checkpointer_jobs as jobs
 
-preload("tests.workers.job_store")
+preload("tests.workers.checkpointer_jobs")
 
 
 def test_ranks_read_what_others_have_written_and_nothing_that_strangers_have(tmpfs: Path) -> None:
-    results = call_team(job_store.share, tmpfs, 3)
+    results = call_team(jobs.share, tmpfs, 3)
     assert [found for found, _, _ in results] == [[b"of 0", b"of 1", b"of 2"]] * 3
     assert sorted(count for _, count, _ in results) == [1, 2, 3]
     assert not any(planted for _, _, planted in results)
 
 
 def test_a_store_that_cannot_be_reached_is_an_error_on_all_ranks(tmpfs: Path) -> None:
-    errors = call_team(job_store.cannot_reach, tmpfs, 2)
+    errors = call_team(jobs.cannot_reach, tmpfs, 2)
     assert all("192.0.2.1" in error and "FLASHPOINT_HOST" in error for error in errors)
 
 

@@ -17,10 +17,10 @@ import pytest
 from ml_flashpoint.stores.location import open_store
 from tests.faults.common import SCALE, files_of, iterations, last, slots
 from tests.support.forked import Child, Team, call, preload
+from tests.workers import distributed_training, training
 from tests.workers import fault_engine as engine
-from tests.workers import persisting, training
 
-preload("tests.workers.persisting")
+preload("tests.workers.distributed_training")
 
 
 @pytest.mark.slow
@@ -67,8 +67,9 @@ def verify(store: Path) -> int:
 def test_killed_while_persisting(tmpfs: Path, rng: random.Random) -> None:
     """One rank, killed again and again; the memory goes with it every other time."""
     base, store, newest = tmpfs / "job", tmpfs / "store", 0
+    options = {"persist": str(store), "persist_every": 1, "persist_keep": 2}
     for life in iterations(6):
-        with Child(persisting.train, str(base), str(store), 10**6, 1, 0.0, 5e5) as child:
+        with Child(training.train, base, 10**6, {**options, "persist_bytes_per_s": 5e5}) as child:
             _, resumed, _ = child.next_report("resumed")
             assert resumed >= newest, "what was persisted is lost"
             child.next_report("step", resumed + rng.randrange(1, 6))
@@ -78,8 +79,8 @@ def test_killed_while_persisting(tmpfs: Path, rng: random.Random) -> None:
         if life % 2:
             shutil.rmtree(base)
     until = newest + 3
-    with Child(persisting.train, str(base), str(store), until, 1) as child:
-        assert child.result() == training.undisturbed(until)
+    with Child(training.train, base, until, options) as child:
+        assert child.result()["digests"] == training.undisturbed(until)
     assert verify(store) == until
     leftovers = [each for each in open_store(store).versions() if not each.counts and not each.problem]
     assert leftovers == [], "what the killed ones left is removed"
@@ -89,8 +90,8 @@ def test_killed_while_persisting(tmpfs: Path, rng: random.Random) -> None:
 def test_one_of_two_ranks_is_killed_while_persisting(tmpfs: Path, rng: random.Random) -> None:
     store, newest = tmpfs / "store", 0
     for life in iterations(4):
-        options = {"persist_every": 1, "persist_bytes_per_s": 1e6}
-        with Team(persisting.train_ranks, tmpfs, 2, str(store), 10**6, "ddp", options) as team:
+        options = {"kind": "ddp", "persist": str(store), "persist_every": 1, "persist_bytes_per_s": 1e6}
+        with Team(distributed_training.train, tmpfs, 2, 10**6, options) as team:
             _, resumed, _ = team[0].next_report("resumed")
             assert resumed >= newest
             team[life % 2].next_report("step", resumed + rng.randrange(2, 6))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,19 @@ def test_a_step_is_saved_once_unless_its_save_failed(base: Path) -> None:
                 ckpt.save(step, state)
         with pytest.raises(LoadError, match="step 5"):
             ckpt.load(state, step=5)
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="errors have notes since Python 3.11")
+def test_the_error_of_a_save_says_where_the_programs_code_raised_it(base: Path) -> None:
+    state = job()
+    with Checkpointer(base) as ckpt:
+        ckpt.load(state)
+        state["counter"].tokens = -1
+        error = ckpt.save(1, state).committed.exception(30)
+    assert error is not None
+    text = "".join(traceback.format_exception(error))
+    assert 'raise ValueError("not now")' in text
+    assert "in state_dict" in text
 
 
 def test_what_a_state_is(base: Path) -> None:

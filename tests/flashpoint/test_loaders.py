@@ -34,7 +34,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ml_flashpoint import Flashpoint
+from ml_flashpoint import Flashpoint, rest_of_epoch
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 from tests.support.forked import Child, Report, call_team, wait_until
 
@@ -379,6 +379,31 @@ def test_what_was_given_is_not_fetched_again_and_after_the_last_batch_a_loop_is_
         assert [len(list(fp.batches(loader))) for _ in range(2)] == [0, BATCHES]
 
 
+@pytest.mark.parametrize(
+    "name", ["augmented", "generator that the program draws from, too", "distributed", "torchdata"]
+)
+def test_a_loop_over_a_range_of_epochs_skips_no_epoch_where_finished_ones_are_skipped(tmpfs: Path, name: str) -> None:
+    def life(base: Path, seed: int, crash_at: int | None) -> Seen:
+        for reseed in (torch.manual_seed, random.seed, np.random.seed):
+            reseed(seed)
+        loader, seen = PROGRAMS[name].make(), list[Any]()
+        with Flashpoint(base, handle_sigterm=False, strict=True) as fp:
+            step = fp.track(loader=loader).resume()
+            for epoch in range(step // len(loader), EPOCHS):
+                for batch in fp.batches(loader).skipping_finished():
+                    seen.append((epoch, batch.tolist(), drawn()))
+                    step = fp.step()
+                    fp.wait()
+                    if step == crash_at:
+                        return seen
+        return seen
+
+    crashes = [2, BATCHES, BATCHES + 1, 2 * BATCHES, None]
+    together = [each for seed, crash_at in enumerate(crashes) for each in life(tmpfs / "job", seed, crash_at)]
+    assert together == life(tmpfs / "undisturbed", 0, None)
+    assert len(together) == EPOCHS * BATCHES
+
+
 @pytest.mark.parametrize("name", ["distributed", "torchdata, distributed"])
 def test_set_epoch_says_that_the_next_epoch_begins_and_another_epoch_is_refused(base: Path, name: str) -> None:
     program = PROGRAMS[name]
@@ -574,6 +599,23 @@ class OwnBatches(BatchSampler):
 def test_loaders_that_cannot_be_brought_back_are_refused(base: Path, make: Callable[[], Any], reason: str) -> None:
     with Flashpoint(base) as fp, pytest.raises(InvalidArgumentError, match=reason):
         fp.track(loader=make())
+
+
+@pytest.mark.parametrize(("name", "other"), [("position", 3), ("number", 2), ("set_epoch", 1), ("ended", True)])
+def test_the_rest_of_an_epoch_is_of_ranks_at_one_place(name: str, other: object) -> None:
+    dealing = {"replicas": 2, "batch_size": 2, "samples": 20}
+    state = {
+        "number": 1,
+        "ended": False,
+        "position": 2,
+        "set_epoch": 0,
+        "given": 0,
+        "dealing": dealing,
+        "generators": [],
+    }
+    assert rest_of_epoch([state, dict(state)], 0, 3)["given"] == 8
+    with pytest.raises(LoadError, match=f"different places in the data: {name} differs"):
+        rest_of_epoch([state, {**state, name: other}], 0, 3)
 
 
 def test_what_is_not_tracked_has_no_batches(base: Path) -> None:

@@ -18,9 +18,10 @@ from torch.nn.utils import parametrize, prune
 
 from ml_flashpoint import Flashpoint, open_version
 from ml_flashpoint.format.errors import LoadError
+from tests.support import tensors
 from tests.support.forked import Report, call_team
-from tests.support.loops import assert_same_state, resumed, save
-from tests.workers.distributed_training import base as team_base
+from tests.support.loops import resumed, save
+from tests.support.worker import base_path
 
 Made = dict[str, Any]
 Groups = Callable[[nn.Module], list[dict[str, Any]]]
@@ -56,7 +57,7 @@ def step(made: Made) -> None:
 
 
 def assert_same(one: Made, other: Made) -> None:
-    assert_same_state(one["optimizer"], other["optimizer"])
+    tensors.assert_same(one["optimizer"].state_dict(), other["optimizer"].state_dict())
     for mine, theirs in zip(one["model"].parameters(), other["model"].parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -275,7 +276,7 @@ def test_one_optimizer_of_two_modules_and_of_none(base: Path, caplog: pytest.Log
     assert "'both'" not in caplog.text
     resumed(base, **fresh)
     for name in ("both", "alone"):
-        assert_same_state(fresh[name], saved[name])
+        tensors.assert_same(fresh[name].state_dict(), saved[name].state_dict())
 
 
 def test_groups_that_were_divided_otherwise(base: Path) -> None:
@@ -391,7 +392,7 @@ def test_sharded_state_that_comes_later(base: Path) -> None:
     saved, fresh = (optimized(Own, model=sharded, change=CHANGES["tensor"])() for _ in range(2))
     loop(base, saved, 4)
     assert resumed(base, **fresh) == 4
-    assert_same_state(fresh["optimizer"], saved["optimizer"])
+    tensors.assert_same(fresh["optimizer"].state_dict(), saved["optimizer"].state_dict())
     for one, other in zip(saved["model"].parameters(), fresh["model"].parameters(), strict=True):
         found = fresh["optimizer"].state[other]["extra"]
         assert isinstance(found, DTensor)
@@ -527,8 +528,8 @@ def check_flattened(report: Report, rank: int, use_orig_params: bool) -> None:
     saved, fresh = (optimized(torch.optim.AdamW, one_root, model=lambda: wrap(layers()))() for _ in range(2))
     step(saved)
     saved["optimizer"].param_groups[2]["lr"] = 0.7
-    save(team_base() / "empty", **saved)
-    assert resumed(team_base() / "empty", **fresh) == 1
+    save(base_path() / "empty", **saved)
+    assert resumed(base_path() / "empty", **fresh) == 1
     for one, other in zip(saved["optimizer"].param_groups, fresh["optimizer"].param_groups, strict=True):
         assert {**one, "params": len(one["params"])} == {**other, "params": len(other["params"])}
     for each in (saved, fresh):
@@ -546,8 +547,8 @@ def check_flattened(report: Report, rank: int, use_orig_params: bool) -> None:
     for number, group in enumerate(saved["optimizer"].param_groups):
         group.update(lr=0.3 + number, of_a_schedule=number)
     step(saved)
-    save(team_base() / "swapped", **saved)
-    assert resumed(team_base() / "swapped", **fresh) == 1
+    save(base_path() / "swapped", **saved)
+    assert resumed(base_path() / "swapped", **fresh) == 1
     for one, other in zip(saved["optimizer"].param_groups, reversed(fresh["optimizer"].param_groups), strict=True):
         assert {**one, "params": 0} == {**other, "params": 0}
 
@@ -560,8 +561,8 @@ def check_flattened(report: Report, rank: int, use_orig_params: bool) -> None:
 
     saved, fresh = several(), several()
     saved["optimizer"].step()
-    save(team_base() / "several", **saved)
-    assert resumed(team_base() / "several", **fresh) == 1
+    save(base_path() / "several", **saved)
+    assert resumed(base_path() / "several", **fresh) == 1
     for name in ("one", "other"):
         for mine, theirs in zip(saved[name].parameters(), fresh[name].parameters(), strict=True):
             assert torch.equal(mine, theirs)

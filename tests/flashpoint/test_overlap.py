@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.copy import cuda
-from tests.support.played_device import PlayedDevice, lock_slots
+from tests.support.played_cuda import PlayedDevice, lock_slots
 
 WIDTH = 192
 LOCKED = 4

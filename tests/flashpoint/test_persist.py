@@ -25,7 +25,7 @@ from tests.support.faulty_files import Faults, faulty_files
 from tests.support.forked import call, wait_until
 from tests.support.loops import Stored, damage
 from tests.support.persisting import await_store, persisted_steps
-from tests.workers import persisting, training
+from tests.workers import training
 from tests.workers.training import Job
 
 
@@ -352,7 +352,7 @@ def test_the_limit_on_bytes_a_second_is_kept(base: Path, store: Path) -> None:
 
 @pytest.mark.parametrize("forgets", [False, True])
 def test_a_planned_exit_persists_the_last_version_even_without_close(base: Path, store: Path, forgets: bool) -> None:
-    call(persisting.exit_without_closing, str(base), str(store), forgets)
+    call(training.exit_without_closing, str(base), str(store), forgets)
     assert persisted_steps(store) == [3]
 
 

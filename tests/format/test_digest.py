@@ -122,6 +122,9 @@ class TestCheck:
                 record.check(data[:length])
         with pytest.raises(DigestMismatchError):
             record.check(data + noise(SMALL))
+        whole = data[: 2 * SMALL]
+        with pytest.raises(DigestMismatchError, match="block 2"):
+            self.record_of(whole).check(whole + noise(SMALL))
 
     def test_the_buffer_is_let_go_of(self) -> None:
         with mmap.mmap(-1, SMALL) as mapping:

@@ -18,7 +18,7 @@ from ml_flashpoint.local import (
     LocalCheckpointManager,
 )
 from tests.local.states import assert_equal
-from tests.support.played_device import PlayedDevice, lock_slots
+from tests.support.played_cuda import PlayedDevice, lock_slots
 
 LOCKED = 4
 """Saves after which all memory is page-locked, so that later ones are copied late."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.format.errors import InvalidArgumentError, TopologyError
 from ml_flashpoint.local import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
@@ -18,6 +19,7 @@ from ml_flashpoint.local import (
 )
 from ml_flashpoint.local.replication import GroupWrapper
 from ml_flashpoint.ranks.strategies import Topology
+from tests.support.forked import Report, call_team
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,18 @@ def test_a_wrapped_group_is_as_good_as_the_group() -> None:
 def test_groups_that_are_none_are_refused(group: object) -> None:
     with pytest.raises(InvalidArgumentError, match="local_group"):
         CliqueReplicationStrategy(group)  # type: ignore[arg-type]
+
+
+def clique_of(report: Report, rank: int, groups: list[list[int]]) -> str:
+    try:
+        return repr(CliqueReplicationStrategy(groups[rank]))
+    except TopologyError as error:
+        return str(error)
+
+
+def test_groups_that_overlap_are_refused_by_all_ranks(tmpfs: Path) -> None:
+    for said in call_team(clique_of, tmpfs, 2, [[0, 1], [1]]):
+        assert "the groups of the ranks overlap" in said
 
 
 def test_bad_numbers_are_refused() -> None:

@@ -15,6 +15,7 @@ import torch
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, UnsafeContentError
 from ml_flashpoint.local import (
     BasicTensorAwareStateDict,
+    CheckpointingException,
     LocalCheckpointManager,
     NoReplicasAvailableError,
     StaleIterationError,
@@ -90,6 +91,30 @@ def test_an_iteration_that_cannot_be_loaded_changes_nothing(tmpfs: Path, monkeyp
         with pytest.raises(StaleIterationError, match="older than iteration 3"):
             made.save(BasicTensorAwareStateDict({}), 2)
         assert made.load()[1].iteration == 3
+
+
+class Stuck(BasicTensorAwareStateDict):
+    """A state whose tensors may not go back to their device."""
+
+    is_stuck = False
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:
+        if self.is_stuck:
+            raise ValueError("there is no such device")
+        super().restore_tensor_device(non_blocking)
+
+
+def test_an_iteration_that_was_asked_for_and_refused_is_still_the_newest(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with manager(tmpfs, keep=2) as made:
+        for iteration in (1, 2):
+            made.save(Stuck({"w": torch.ones(9)}), iteration)
+        with monkeypatch.context() as patched:
+            patched.setattr(Stuck, "is_stuck", True)
+            with pytest.raises(CheckpointingException, match="no such device"):
+                made.load(2)
+        assert (made.latest_iteration, made.find_latest()) == (2, 2)
 
 
 @pytest.mark.damages_on_purpose

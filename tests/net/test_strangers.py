@@ -9,9 +9,11 @@ import contextlib
 import hmac
 import logging
 import os
+import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -132,11 +134,27 @@ def test_another_user_is_refused_although_it_knows_the_secret(server: RequestSer
         try:
             os.setresuid(65534, 65534, 65534)
             with raw(server.addresses[0]) as sock:
-                status = 0 if is_hung_up(sock) else 2
+                channel = Channel(sock, REQUESTS, peer="the server", stall_s=DEADLINE_S)
+                channel.handshake_as_client(SECRET, time.monotonic() + DEADLINE_S)
+        except ConnectionLostError:
+            status = 0
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert echo.opened == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to listen as another user")
+def test_a_server_of_another_user_is_refused_whatever_it_knows() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0flashpoint-test-{secrets.token_hex(8)}")
+        os.seteuid(65534)
+        try:
+            listener.listen()
+        finally:
+            os.seteuid(0)
+        with pytest.raises(AuthenticationError, match="runs as user 65534"):
+            connect(("unix", os.fsdecode(listener.getsockname())))
 
 
 # ---- in nobody's way --------------------------------------------------------------------------------------------

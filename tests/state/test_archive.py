@@ -32,6 +32,16 @@ class Suspect:
 
 
 @dataclasses.dataclass
+class Hooked:
+    """A dataclass that has a say in what is saved of it."""
+
+    value: int
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+
+@dataclasses.dataclass
 class Settings:
     rate: float
     names: list[str] = dataclasses.field(default_factory=list)
@@ -132,7 +142,7 @@ def test_an_old_torch_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, caplog:
 # ---- what is not allowed --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [Suspect(), len, Suspect])
+@pytest.mark.parametrize("value", [Suspect(), Hooked(1), len, Suspect])
 def test_what_is_not_allowed_is_refused_with_its_place_unless_it_is_listed(value: Any) -> None:
     kind = value if callable(value) else type(value)
     with pytest.raises(UnsafeContentError, match=rf"model\.part\.1.*{kind.__name__}"):
@@ -163,10 +173,11 @@ def test_a_type_that_has_moved_loads_if_it_is_listed_by_its_old_name(
 
 
 def test_what_the_program_has_allowed_stays_allowed_and_nothing_else_becomes_so() -> None:
-    with torch.serialization.safe_globals([Suspect]):
-        archive = save_archive(Suspect(), "value", allowed=[Suspect])
-        assert isinstance(_load(archive, allowed=[Suspect]), Suspect)
-        assert Suspect in torch.serialization.get_safe_globals()
+    for listed in (Suspect, (Suspect, f"{__name__}.Suspect")):
+        with torch.serialization.safe_globals([listed]):
+            archive = save_archive(Suspect(), "value", allowed=[Suspect])
+            assert isinstance(_load(archive, allowed=[Suspect]), Suspect)
+            assert listed in torch.serialization.get_safe_globals()
     before = set(torch.serialization.get_safe_globals())
     _load(archive, allowed=[Suspect])
     assert set(torch.serialization.get_safe_globals()) == before
@@ -308,6 +319,23 @@ def test_types_that_archives_name_must_be_of_their_kind() -> None:
         forged = _forged(Pair(1, 2), (name, other), (bytes([len(name)]) + b"\0\0\0", bytes([len(other)]) + b"\0\0\0"))
         with pytest.raises(UnsafeContentError, match=other.decode().replace(":", ".")):
             _load(forged)
+
+
+def test_no_code_of_a_module_runs_because_an_archive_names_something_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy: Any = types.ModuleType("lazy")
+    asked: list[str] = []
+
+    def made_at_once(name: str) -> type:
+        asked.append(name)
+        return Pair
+
+    lazy.__getattr__ = made_at_once
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    name, other = f"{__name__}:Pair".encode(), b"lazy:Pair"
+    forged = _forged(Pair(1, 2), (name, other), (bytes([len(name)]) + b"\0\0\0", bytes([len(other)]) + b"\0\0\0"))
+    with pytest.raises(UnsafeContentError, match=r"lazy\.Pair"):
+        _load(forged)
+    assert asked == []
 
 
 @pytest.mark.slow

@@ -153,3 +153,9 @@ def test_ranks_that_have_the_same_write_as_much(sizes: list[int], ranks: int) ->
     items = [Replica(str(number), size) for number, size in enumerate(sizes)]
     loads = [sum(sizes[int(name)] for name in written_by(rank, ["x"] * ranks, {"x": items})) for rank in range(ranks)]
     assert max(loads) - min(loads) <= max(sizes)
+
+
+def test_what_one_rank_has_alone_counts_in_its_share() -> None:
+    small, own, other, large = Replica("small", 1), Replica("own", 100), Replica("other", 1), Replica("large", 100)
+    lists = {"x": [small, own, other, large], "y": [small, other, large]}
+    assert [written_by(rank, ["x", "y"], lists) for rank in (0, 1)] == [{"small", "own"}, {"other", "large"}]

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ml_flashpoint.format.errors import FlashpointError
 from tests.support.processes import suspend
 
 DEADLINE_S = 60.0
@@ -213,6 +214,14 @@ def call(function: Callable[..., object], *args: Any, env: Mapping[str, str] | N
     """What a function returns in a fresh process."""
     with Child(function, *args, env=env) as child:
         return child.result()
+
+
+def said(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the type and the text of its error."""
+    try:
+        return call()
+    except FlashpointError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _run(

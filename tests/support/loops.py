@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ml_flashpoint import Flashpoint
-from tests.support.tensors import raw
 from tests.workers.training import Job
 
 
@@ -92,21 +90,6 @@ def resumed(base: Path, **tracked: Any) -> int:
 def save(base: Path, step: int = 1, **tracked: Any) -> None:
     with Flashpoint(base, strict=True) as fp:
         fp.track(**tracked).save(step)
-
-
-def assert_same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
-    """Both have the same state and groups, bit for bit."""
-    assert comparable(one.state_dict()) == comparable(other.state_dict())
-
-
-def comparable(value: Any) -> Any:
-    """The value with bytes in the place of tensors."""
-    if isinstance(value, torch.Tensor):
-        local = value.to_local() if isinstance(value, DTensor) else value
-        return local.dtype, tuple(value.shape), raw(local)
-    if isinstance(value, dict):
-        return {key: comparable(each) for key, each in value.items()}
-    return [comparable(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def trained_model() -> dict[str, Any]:

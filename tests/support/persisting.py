@@ -1,37 +1,13 @@
-"""What tests of doors that persist share: what is refused, and what is in a store."""
+"""What tests of doors that persist share: what is in a store, and how memory is lost."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from ml_flashpoint import Flashpoint
 from ml_flashpoint.engine.persist import Persister
-from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.stores.location import open_store
 from tests.support.forked import wait_until
-
-REFUSED: list[tuple[str, Any]] = [
-    ("persist", ""),
-    ("persist", 3),
-    ("persist", "file://relative"),
-    ("persist_every", 0),
-    ("persist_keep", 0),
-    ("persist_bytes_per_s", 0),
-    ("persist_bytes_per_s", True),
-]
-"""Arguments with values that no door takes."""
-
-
-def refusal(argument: str, value: Any) -> str:
-    """What the façade says to a value of one of these arguments; every door says the same."""
-    options: dict[str, Any] = {"persist": "memory://any", argument: value}
-    with pytest.raises(InvalidArgumentError, match=f"{argument}( must|=)") as refused:
-        Flashpoint("/nowhere", **options)
-    return str(refused.value)
 
 
 def persisted_steps(store: Path) -> list[int]:

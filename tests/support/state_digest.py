@@ -21,6 +21,7 @@ def _feed(stream: Any, value: Any) -> None:
     if hasattr(value, "local_shards"):
         value = [shard.tensor for shard in value.local_shards()]
     if isinstance(value, torch.Tensor):
+        stream.update(f"{value.dtype} {tuple(value.shape)}".encode())
         stream.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
         for key in sorted(value, key=str):

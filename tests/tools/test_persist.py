@@ -322,6 +322,13 @@ def test_planted_links_in_the_store_are_not_followed(bases: list[Path], tmpfs: P
     assert list((tmpfs / "elsewhere").iterdir()) == []
 
 
+def test_the_base_container_of_a_job_is_no_store(bases: list[Path]) -> None:
+    commit_all(bases, 7, {0: [0, 1, 2, 3]})
+    JobContainer(bases[1])
+    with pytest.raises(InvalidArgumentError, match="a job's base container"):
+        persist_version(bases[0], bases[1])
+
+
 def test_of_persisted_versions_the_newest_that_is_sound_is_opened(
     bases: list[Path], url: str, store: DurableVersions
 ) -> None:

@@ -1,22 +1,27 @@
-"""Ranks that save with a bare `Checkpointer`, in processes of their own."""
+"""Ranks that save with a bare `Checkpointer`, and stores that they share, in processes of their own."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.save import Save
-from ml_flashpoint.format.errors import JobInUseError, SaveError, SupersededError
+from ml_flashpoint.engine.store import open_store
+from ml_flashpoint.format.errors import FlashpointError, JobInUseError, SaveError, SupersededError
+from ml_flashpoint.ranks.rank_group import rank_group
 from tests.support.forked import Report
+from tests.support.worker import base_path
 
 SIZE = 20_000
 
@@ -34,13 +39,9 @@ def begin_and_commit(checkpointer: Checkpointer, step: int, *, explicit: bool = 
     return save
 
 
-def base() -> str:
-    return os.environ["FLASHPOINT_TEST_BASE"]
-
-
 def save_steps(report: Report, rank: int, steps: int) -> tuple[dict[int, list[int]], list[float]]:
     """Save and wait for each version; return the parts on this node by step, and values of the copies."""
-    with Checkpointer(base(), Config(replication="pairwise", keep=2)) as checkpointer:
+    with Checkpointer(base_path(), Config(replication="pairwise", keep=2)) as checkpointer:
         for step in range(1, steps + 1):
             begin_and_commit(checkpointer, step).verified.result(30)
         parts = {save.step: sorted(ranks) for save, ranks in checkpointer.container.list_versions().items()}
@@ -48,7 +49,7 @@ def save_steps(report: Report, rank: int, steps: int) -> tuple[dict[int, list[in
         values = []
         for each in sorted(parts[newest.step]):
             name = checkpointer.container.read_manifest(newest, each).object_name
-            found = safetensors.torch.load_file(Path(base()) / newest.version / name)
+            found = safetensors.torch.load_file(base_path() / newest.version / name)
             values.append(float(found["model.w"].max()))
         return parts, values
 
@@ -57,7 +58,7 @@ def lose_a_save(report: Report, rank: int, has_step: bool) -> list[str]:
     """Rank 1 has no part of step 2, or fails before it has the step. Return the outcomes of steps 1 to 3: both ranks
     know that of one before they go on."""
     outcomes = []
-    with Checkpointer(base(), Config(replication="none")) as checkpointer:
+    with Checkpointer(base_path(), Config(replication="none")) as checkpointer:
         for step in (1, 2, 3):
             if step == 2 and rank == 1:
                 save = checkpointer.begin(step if has_step else None, explicit=True)
@@ -74,7 +75,7 @@ def lose_a_save(report: Report, rank: int, has_step: bool) -> list[str]:
 
 def save_by_two_tables(report: Report, rank: int) -> list[str]:
     """Save by tables that differ, then by one; return the outcomes."""
-    with Checkpointer(base(), Config(replication="none")) as checkpointer:
+    with Checkpointer(base_path(), Config(replication="none")) as checkpointer:
         first = begin_and_commit(checkpointer, 1, table=f"table-{rank}")
         first.committed.result(30)
         dist.barrier()
@@ -84,7 +85,7 @@ def save_by_two_tables(report: Report, rank: int) -> list[str]:
 
 def save_in_a_loop(report: Report, rank: int, steps: int) -> tuple[int, int, bool]:
     """Save each step without waiting; return the newest verified step, saves skipped, and True at the end."""
-    with Checkpointer(base(), Config(replication="pairwise")) as checkpointer:
+    with Checkpointer(base_path(), Config(replication="pairwise")) as checkpointer:
         saves = []
         for step in range(1, steps + 1):
             save = checkpointer.begin(step, explicit=step == steps)
@@ -141,3 +142,42 @@ def read_at(report: Report, path: str, offset: int, count: int) -> float:
 
 def versions_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("step-*"))
+
+
+# ---- stores of a job --------------------------------------------------------------------------------------------
+
+
+def serve(report: Report, port: int) -> None:
+    """Host a store on a port, report the port, and end when the test says so."""
+    store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=30), wait_for_workers=False)
+    report("port", store.port)
+    report.listen()
+
+
+def share(report: Report, rank: int) -> tuple[list[bytes], int, bool]:
+    """Have each rank write a value, and read those of all; return them, a count, and whether a stranger is heard."""
+    ranks = rank_group()
+    store = open_store(ranks)
+    client, other = store.connect("run-1"), store.connect("run-2")
+    client.set(f"value/{rank}", f"of {rank}")
+    count = client.plain.add("count", 1)
+    other.set("value/0", "of another run")
+    assert store.address is not None
+    TCPStore(*store.address, None, False, timedelta(seconds=5)).set(f"run-1/strange/{rank}", "planted")
+    ranks.all_ok(True)
+    found = client.multi_get([f"value/{each}" for each in range(ranks.world_size)])
+    planted = client.get(f"strange/{rank}") != b""
+    ranks.all_ok(True)
+    store.close()
+    return found, count, planted
+
+
+def cannot_reach(report: Report, rank: int) -> str:
+    """Open the store where rank 0 names an address that nobody reaches; return the error."""
+    if rank == 0:
+        os.environ["FLASHPOINT_HOST"] = "192.0.2.1"
+    try:
+        open_store(rank_group())
+    except FlashpointError as error:
+        return str(error)
+    return ""

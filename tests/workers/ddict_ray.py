@@ -59,15 +59,14 @@ class Report:
     longest_s: float = 0.0
 
 
-def write_epochs(d: DDict, rank: int, writers: int) -> Report:
-    """Write a value an epoch, until there is a key ``stop``."""
-    return _Writer(d, rank).run(writers)
+def write_epochs(d: DDict, rank: int, writers: int, in_parts: bool = False) -> Report:
+    """Write a value an epoch, or one of several large values in turn, until there is a key ``stop``."""
+    return _Writer(d, rank, in_parts).run(writers)
 
 
 class _Writer:
-    def __init__(self, d: DDict, rank: int) -> None:
-        self._d = d
-        self._rank = rank
+    def __init__(self, d: DDict, rank: int, in_parts: bool) -> None:
+        self._d, self._rank, self._in_parts = d, rank, in_parts
         self._report = Report()
 
     def run(self, writers: int) -> Report:
@@ -102,7 +101,11 @@ class _Writer:
                 again = error
 
     def _write(self, epoch: int) -> None:
-        self._d[self._rank, epoch] = value_of(self._rank, epoch)
+        if self._in_parts:
+            self._d[self._rank, "part", epoch % PARTS] = part_of(self._rank, epoch)
+            self._d.update({(self._rank, "small", number): epoch for number in range(100)})
+        else:
+            self._d[self._rank, epoch] = value_of(self._rank, epoch)
         self._d["last", self._rank] = epoch
 
     def _done(self, call: Callable[[], Any]) -> Any:
@@ -126,18 +129,6 @@ PART_BYTES = 16 << 20
 
 def part_of(rank: int, epoch: int) -> torch.Tensor:
     return torch.arange(PART_BYTES // 4, dtype=torch.float32) + (rank * 1000 + epoch)
-
-
-def write_parts(d: DDict, rank: int, writers: int) -> Report:
-    """Write one of several large values at each epoch, in turn, until there is a key ``stop``."""
-    return _PartsWriter(d, rank).run(writers)
-
-
-class _PartsWriter(_Writer):
-    def _write(self, epoch: int) -> None:
-        self._d[self._rank, "part", epoch % PARTS] = part_of(self._rank, epoch)
-        self._d.update({(self._rank, "small", number): epoch for number in range(100)})
-        self._d["last", self._rank] = epoch
 
 
 def create_and_wait(address: str) -> None:

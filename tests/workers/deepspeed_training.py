@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch import nn
 from ml_flashpoint.adapter.deepspeed import DeepSpeedFlashpoint
 from ml_flashpoint.format.errors import FlashpointError
 from tests.support.state_digest import digest
+from tests.support.worker import base_path
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which every rank would compile
 deepspeed.utils.logger.setLevel("WARNING")
@@ -142,17 +144,12 @@ def loop(engine: Any, batches: Callable[[Any], Iterable[Any]], stepped: Callable
                 return
 
 
-def base() -> Path:
-    """The base container on this rank's node."""
-    return Path(os.environ["FLASHPOINT_TEST_BASE"])
-
-
 def train(report: Report, rank: int, kind: str, told: Path, life: int, hold: int, steps: int) -> dict[str, str] | None:
     """Resume, and train up to ``steps``; or wait to be killed after step ``hold``, if it comes first."""
     torch.set_num_threads(1)
     engine = make_engine(kind, rank, life)
     with (
-        DeepSpeedFlashpoint(engine, base(), strict=True, deadline_s=60) as fp,
+        DeepSpeedFlashpoint(engine, base_path(), strict=True, deadline_s=60) as fp,
         open(told / f"{rank}.jsonl", "ab", 0) as file,
     ):
 
@@ -197,7 +194,7 @@ def undisturbed(report: Report, rank: int, kind: str, steps: int) -> tuple[dict[
 
 def resume_error(report: Report, rank: int, kind: str, options: dict[str, Any]) -> tuple[str, str]:
     """Resume, and return the type and the text of the error that comes of it; the step, if none does."""
-    with DeepSpeedFlashpoint(make_engine(kind, rank, 9), base(), deadline_s=30, **options) as fp:
+    with DeepSpeedFlashpoint(make_engine(kind, rank, 9), base_path(), deadline_s=30, **options) as fp:
         try:
             return "", str(fp.resume())
         except FlashpointError as error:
@@ -207,7 +204,7 @@ def resume_error(report: Report, rank: int, kind: str, options: dict[str, Any]) 
 def beside_durable(report: Report, rank: int, folder: Path) -> list[Any]:
     """Save by DeepSpeed and by us, and return what is loaded: what memory has; what the folder has, without memory."""
     engine = make_engine("stage 1", rank, 0)
-    with DeepSpeedFlashpoint(engine, base(), every_n_steps=1, strict=True) as fp:
+    with DeepSpeedFlashpoint(engine, base_path(), every_n_steps=1, strict=True) as fp:
         fp.resume(fallback=lambda: engine.load_checkpoint(folder))
         loop(engine, fp.batches, lambda _: fp.step(), 2)
         engine.save_checkpoint(folder)
@@ -216,7 +213,7 @@ def beside_durable(report: Report, rank: int, folder: Path) -> list[Any]:
         assert fp.wait()
         newest = state_of(engine)
     found: list[Any] = [durable, newest]
-    for where in (base(), base().with_name("another")):
+    for where in (base_path(), base_path().with_name("another")):
         engine = make_engine("stage 1", rank, 1)
         with DeepSpeedFlashpoint(engine, where, strict=True) as fp:
             step = fp.resume(fallback=lambda: engine.load_checkpoint(folder))  # noqa: B023 - called at once
@@ -236,10 +233,26 @@ def run_blocks(report: Report, rank: int, blocks: list[str]) -> tuple[int, int]:
     return names["step"], names["engine"].global_steps
 
 
+def batches_of_epochs(report: Report, rank: int, epochs: int, stop_at: int | None) -> dict[int, int]:
+    """Train as the guide says, up to a step. Return how many batches each epoch had."""
+    engine, given = make_engine("stage 1", rank, 0), Counter[int]()
+    with DeepSpeedFlashpoint(engine, base_path(), strict=True) as fp:
+        loader = engine.training_dataloader
+        for epoch in range(fp.resume() // len(loader), epochs):
+            for batch in fp.batches(loader):
+                engine.backward(engine(batch))
+                engine.step()
+                given[epoch] += 1
+                if fp.step() == stop_at:
+                    assert fp.wait()
+                    return dict(given)
+    return dict(given)
+
+
 def save_while_accumulating(report: Report, rank: int) -> tuple[list[int], str, int | None]:
     """Train for four batches of two each, and save by hand after three."""
     engine, steps, caught = make_engine("stage 2", rank, 0), [], ""
-    with DeepSpeedFlashpoint(engine, base(), strict=True) as fp:
+    with DeepSpeedFlashpoint(engine, base_path(), strict=True) as fp:
         for batch in fp.batches(engine.training_dataloader):
             engine.backward(engine(batch))
             engine.step()
@@ -258,7 +271,7 @@ def save_while_accumulating(report: Report, rank: int) -> tuple[list[int], str, 
 def refused(report: Report, rank: int, config: dict[str, Any]) -> tuple[str, str]:
     """Return the error of an engine that is not supported."""
     try:
-        DeepSpeedFlashpoint(make_engine("stage 1", rank, 0, **config), base())
+        DeepSpeedFlashpoint(make_engine("stage 1", rank, 0, **config), base_path())
     except FlashpointError as error:
         return type(error).__name__, str(error)
     return "", ""

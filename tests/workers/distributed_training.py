@@ -10,25 +10,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.format.errors import FlashpointError
+from tests.support.forked import said
+from tests.support.worker import base_path
 from tests.workers import training
-from tests.workers.training import Job
 
 Report = Callable[..., None]
-
-
-def base() -> Path:
-    """The base container on this rank's node."""
-    return Path(os.environ["FLASHPOINT_TEST_BASE"])
 
 
 def undisturbed(report: Report, rank: int, kind: str, steps: int) -> dict[str, str]:
@@ -36,32 +31,8 @@ def undisturbed(report: Report, rank: int, kind: str, steps: int) -> dict[str, s
     return training.undisturbed(steps, kind)
 
 
-def train(
-    report: Report, rank: int, kind: str, steps: int, seed: int = 0, width: int = 24, change: str = "raise"
-) -> dict[str, Any]:
-    """Resumes, trains up to `steps`, and tells what was found and what came of it."""
-    torch.set_num_threads(1)
-    job = Job(kind, seed, width)
-    with Flashpoint(base(), strict=True, deadline_s=60, on_world_size_change=change) as fp:
-        step = fp.track(**job.tracked).resume()
-        recovery = fp.last_recovery
-        assert recovery is not None
-        found = job.digests(shared=True) if step else {}
-        while step < steps:
-            job.step()
-            step = fp.step()
-            fp.wait()
-            report("step", step)
-        assert fp.wait()
-        replicated, bytes_saved = fp.last_replicated, fp.health.bytes
-    return {
-        "recovery": asdict(recovery),
-        "found": found,
-        "shared": job.digests(shared=True),
-        "digests": job.digests(),
-        "replicated": replicated,
-        "bytes": bytes_saved,
-    }
+def train(report: Report, rank: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    return training.train(report, base_path(), steps, options)
 
 
 class Counter:
@@ -86,7 +57,7 @@ def count(report: Report, rank: int, steps: int, fails_at: dict[int, int], stric
     """Counts and saves; rank r fails to be saved at the value of ``fails_at[r]``."""
     counter, model = Counter(fails_at.get(rank, -1)), nn.Linear(8, 8)
     raised = []
-    with Flashpoint(base(), strict=strict, deadline_s=30) as fp:
+    with Flashpoint(base_path(), strict=strict, deadline_s=30) as fp:
         fp.track(counter=counter, model=model).resume()
         for _ in range(steps):
             counter.value += 1
@@ -102,7 +73,7 @@ def count(report: Report, rank: int, steps: int, fails_at: dict[int, int], stric
 def recount(report: Report, rank: int, refuses: dict[int, int]) -> tuple[int, int, tuple[str, ...]]:
     """Resumes; rank r refuses the value of ``refuses[r]``."""
     counter = Counter(refuses=refuses.get(rank, -1))
-    with Flashpoint(base(), deadline_s=30) as fp:
+    with Flashpoint(base_path(), deadline_s=30) as fp:
         step = fp.track(counter=counter, model=nn.Linear(8, 8)).resume()
         assert fp.last_recovery is not None
         return step, counter.value, fp.last_recovery.discarded
@@ -110,14 +81,14 @@ def recount(report: Report, rank: int, refuses: dict[int, int]) -> tuple[int, in
 
 def load_in_vain(report: Report, rank: int, culprit: int, how: str) -> list[tuple[int | None, str]]:
     """Saves, then resumes in ways that fail on one rank only; the rank that each error names, and its text."""
-    with Flashpoint(base(), deadline_s=30, strict=True) as fp:
+    with Flashpoint(base_path(), deadline_s=30, strict=True) as fp:
         fp.track(counter=Counter(), model=nn.Linear(8, 8)).save(1)
     told = []
     mine = rank == culprit
     counter = Counter(refuses=0 if mine and how == "refused" else -1)
     model = nn.Linear(9 if mine and how == "another shape" else 8, 8)
     for options in ({}, {"step": 1}, {"fallback": lambda: 0}):
-        with Flashpoint(base(), deadline_s=30) as fp:
+        with Flashpoint(base_path(), deadline_s=30) as fp:
             try:
                 fp.track(counter=counter, model=model).resume(**options)  # type: ignore[arg-type]
             except FlashpointError as error:
@@ -134,7 +105,7 @@ def grow_on_one_rank(report: Report, rank: int) -> dict[str, Any]:
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(n, n) for n in (30, 20, 40)))
-    with Flashpoint(base(), deadline_s=30) as fp:
+    with Flashpoint(base_path(), deadline_s=30) as fp:
         fp.track(model=model)
         for step in range(1, 7):
             if step == 4:
@@ -147,34 +118,55 @@ def grow_on_one_rank(report: Report, rank: int) -> dict[str, Any]:
         health, saved = fp.health, fp.last_saved
     fresh = nn.Sequential(*(nn.Linear(n, n) for n in (30, 20, 40)))
     grow(fresh)
-    with Flashpoint(base(), deadline_s=30) as fp:
+    with Flashpoint(base_path(), deadline_s=30) as fp:
         found = fp.track(model=fresh).resume()
     values = sorted({float(v) for t in fresh.state_dict().values() for v in t.flatten().tolist()})
     return {"failures": health.failures, "error": health.last_error, "saved": saved, "found": found, "values": values}
 
 
+def save_shards_of_groups(report: Report, rank: int) -> tuple[int, int | None, list[float]]:
+    """Saves a tensor that pairs of ranks share out, as tensor parallelism beside data parallelism has it; the failures,
+    and the step and this rank's shard that come back."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["tensor"]
+
+    def module(values: torch.Tensor) -> nn.Module:
+        made = nn.Module()
+        made.register_buffer("shared", distribute_tensor(values, mesh, [Shard(0)]))
+        return made
+
+    with Flashpoint(base_path(), deadline_s=30) as fp:
+        fp.track(model=module(torch.arange(6.0))).save(1)
+        fp.wait()
+        failures = fp.health.failures
+    fresh = module(torch.zeros(6))
+    with Flashpoint(base_path(), deadline_s=30) as fp:
+        step = fp.track(model=fresh).resume()
+    return failures, step, fresh.shared.to_local().tolist()  # type: ignore[operator, union-attr]
+
+
 def construct(report: Report, rank: int, options: dict[int, dict[str, Any]]) -> str:
     """Constructs a façade with arguments of this rank's own; returns the error."""
-    try:
-        with Flashpoint(**{"base": base(), "deadline_s": 30, **options.get(rank, {})}):
+
+    def construct_here() -> str:
+        with Flashpoint(**{"base": base_path(), "deadline_s": 30, **options.get(rank, {})}):
             return "constructed"
-    except FlashpointError as error:
-        return f"{type(error).__name__}: {error}"
+
+    return str(said(construct_here))
 
 
 def fall_back(report: Report, rank: int, steps: list[int]) -> str:
     """Falls back to a step of this rank's own, which divides a number."""
-    with Flashpoint(base(), deadline_s=30) as fp:
+    with Flashpoint(base_path(), deadline_s=30) as fp:
         try:
-            return str(fp.track(counter=Counter()).resume(lambda: 56 // steps[rank]))
-        except (FlashpointError, ZeroDivisionError) as error:
-            return f"{type(error).__name__}: {error}"
+            return str(said(lambda: fp.track(counter=Counter()).resume(lambda: 56 // steps[rank])))
+        except ZeroDivisionError as error:
+            return f"ZeroDivisionError: {error}"
 
 
 def go_on_alone(report: Report, rank: int, deadline_s: float) -> None:
     """Saves step after step, reporting each; without any collective of its own. Never ends."""
     counter = Counter()
-    fp = Flashpoint(base(), deadline_s=deadline_s)
+    fp = Flashpoint(base_path(), deadline_s=deadline_s)
     fp.track(counter=counter, model=nn.Linear(8, 8)).resume()
     while True:
         began = time.monotonic()
@@ -185,64 +177,42 @@ def go_on_alone(report: Report, rank: int, deadline_s: float) -> None:
         time.sleep(0.02)
 
 
-def terminate_alone(report: Report, rank: int, grace_s: float) -> None:
-    """Rank 0 begins a save that rank 1 takes no part in, and gets SIGTERM."""
-    fp = Flashpoint(base(), grace_s=grace_s, deadline_s=60, persist=str(base().parents[1] / "store"))
-    fp.track(counter=Counter(), model=nn.Linear(8, 8)).resume()
-    # Their first save ranks plan together, before `step` returns; later ones in the background.
-    fp.step()
-    assert fp.wait()
-    if rank == 0:
-        fp.step()
-        report("terminating", time.monotonic())
-        os.kill(os.getpid(), signal.SIGTERM)
-    while True:
-        signal.pause()
-
-
-def terminate_in_the_first_save(report: Report, rank: int, grace_s: float) -> None:
-    """Rank 0 begins its first save, which rank 1 takes no part in, and gets SIGTERM while it waits there."""
-    fp = Flashpoint(base(), grace_s=grace_s, deadline_s=60, persist=str(base().parents[1] / "store"))
+def terminate_alone(report: Report, rank: int, grace_s: float, in_first_save: bool) -> None:
+    """Rank 0 begins a save that rank 1 takes no part in, and gets SIGTERM; or while it waits in its first save."""
+    fp = Flashpoint(base_path(), grace_s=grace_s, deadline_s=60, persist=str(base_path().parents[1] / "store"))
     fp.track(counter=Counter(), model=nn.Linear(8, 8)).resume()
 
     def terminate() -> None:
         report("terminating", time.monotonic())
         os.kill(os.getpid(), signal.SIGTERM)
 
-    if rank == 0:
-        threading.Timer(1.0, terminate).start()
+    # Their first save ranks plan together, before `step` returns; later ones in the background.
+    if not in_first_save:
         fp.step()
-    signal.pause()
+        assert fp.wait()
+    if rank == 0:
+        if in_first_save:
+            threading.Timer(1.0, terminate).start()
+        fp.step()
+        if not in_first_save:
+            terminate()
+    while True:
+        signal.pause()
 
 
-def norm_of_compiled_part(report: Report, rank: int) -> tuple[float, float]:
-    """The mean of a batch normalization that is compiled by itself, in a module under DDP, saved and restored."""
+def norms(report: Report, rank: int) -> list[list[float]]:
+    """The means of batch normalizations under DDP, the second of them compiled by itself: as saved, and as restored."""
     means = []
-    for turn in range(2):
-        module = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.BatchNorm1d(4)))
-        nn.init.constant_(module[1]._orig_mod.running_mean, rank + 1.0 if turn == 0 else -1.0)  # type: ignore[union-attr,arg-type]
-        with Flashpoint(base(), deadline_s=30) as fp:
+    for value in (rank + 1.0, -1.0):
+        both = [nn.BatchNorm1d(4), nn.BatchNorm1d(4)]
+        for norm in both:
+            nn.init.constant_(norm.running_mean, value)  # type: ignore[arg-type]
+        module = nn.Sequential(nn.Linear(4, 4), both[0], torch.compile(both[1]))
+        with Flashpoint(base_path(), deadline_s=30) as fp:
             # Without broadcast_buffers, DDP would not make them alike before they are saved.
             fp.track(model=nn.parallel.DistributedDataParallel(module, broadcast_buffers=False, init_sync=False))
-            fp.resume()
-            means.append(float(module[1]._orig_mod.running_mean[0]))  # type: ignore[union-attr,index]
-            if turn == 0:
+            if not fp.resume():
                 fp.save(1)
                 fp.wait()
-    return means[0], means[1]
-
-
-def norm_of_ddp(report: Report, rank: int) -> tuple[list[float], list[float]]:
-    """What a rank's batch normalization has for a mean before saving, and after restoring."""
-    job = Job("ddp")
-    with Flashpoint(base(), deadline_s=30) as fp:
-        fp.track(**job.tracked)
-        for _ in range(2):
-            job.step()
-        saved = [float(v) for v in job.model.module[1].running_mean]  # type: ignore[index,union-attr]
-        dist.barrier()
-        fp.save(2)
-    fresh = Job("ddp", seed=9)
-    with Flashpoint(base(), deadline_s=30) as fp:
-        fp.track(**fresh.tracked).resume()
-    return saved, [float(v) for v in fresh.model.module[1].running_mean]  # type: ignore[index,union-attr]
+            means.append([float(norm.running_mean[0]) for norm in both])  # type: ignore[index]
+    return means

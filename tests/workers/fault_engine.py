@@ -250,8 +250,3 @@ def load_damaged(
         results.append((kind, place, found, any(str(path) in text for text in messages.texts)))
         snapshot.restore()
     return results
-
-
-def base_here() -> str:
-    """The base container of this rank's node."""
-    return os.environ["FLASHPOINT_TEST_BASE"]

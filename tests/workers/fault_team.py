@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,13 +13,14 @@ from torch import nn
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.format.errors import NothingLoadableError
 from tests.support.forked import Report
-from tests.workers.fault_engine import Rank, base_here
+from tests.support.worker import base_path
+from tests.workers.fault_engine import Rank
 
 
 def team_load(report: Report, rank: int, size: str) -> tuple[int, int] | None:
     """Load and check the latest version, on all ranks. None also if there are versions and none can be loaded, which is
     an error for whoever would start from nothing then."""
-    engine = Rank(base_here(), "pairwise")
+    engine = Rank(base_path(), "pairwise")
     try:
         found = engine.load(size)
     except NothingLoadableError as error:
@@ -33,7 +33,7 @@ def team_load(report: Report, rank: int, size: str) -> tuple[int, int] | None:
 
 def team_read_all(report: Report, rank: int) -> int | None:
     """Find the latest version and read every part of it, as doors do that reshard; its step, or None as above."""
-    engine, found = Rank(base_here(), "pairwise"), None
+    engine, found = Rank(base_path(), "pairwise"), None
     try:
         found = engine.checkpointer.latest()
     except NothingLoadableError as error:
@@ -50,7 +50,7 @@ def team_read_all(report: Report, rank: int) -> int | None:
 
 def team_save(report: Report, rank: int, size: str, steps: list[int], life: int) -> None:
     """Save these steps, and wait for the copies."""
-    engine = Rank(base_here(), "pairwise")
+    engine = Rank(base_path(), "pairwise")
     for step in steps:
         _train()
         engine.save(size, step, life)
@@ -66,7 +66,7 @@ def _train() -> None:
 
 def team_obey(report: Report, rank: int, size: str) -> None:
     """Do what the test says, one thing after the other, and report when it is done and how long it took."""
-    engine = Rank(base_here(), "pairwise")
+    engine = Rank(base_path(), "pairwise")
     if not engine.checkpointer.run:
         engine.checkpointer.latest()
     report("ready")
@@ -89,7 +89,7 @@ def team_obey(report: Report, rank: int, size: str) -> None:
 
 def saves_in_two_jobs(report: Report, rank: int, steps: int) -> list[tuple[int, int | None]]:
     """Two façades in one process group; ranks call them in different orders."""
-    bases = [Path(base_here()).with_name(name) for name in ("one", "two")]
+    bases = [base_path().with_name(name) for name in ("one", "two")]
     both = [Flashpoint(base, deadline_s=60, handle_sigterm=False) for base in bases]
     for fp in both:
         fp.track(model=nn.Linear(8, 8)).resume()

@@ -7,7 +7,6 @@ Arguments: the kind of training, and the steps after which rank 0 kills itself, 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import random
 import signal
@@ -28,6 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 from ml_flashpoint.adapter.accelerate import AcceleratorFlashpoint
 from ml_flashpoint.adapter.transformers import attach, resume_path
+from tests.support.state_digest import digest
 from tests.support.worker import base_path, leave, rank, report
 
 SAMPLES, EPOCHS, CONTEXT = 46, 2, 16
@@ -76,14 +76,6 @@ class Life:
         if self._kills and step == self._kills[0] and rank() == 0:
             flashpoint.wait(60)
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def digest(model: torch.nn.Module) -> str:
-    found = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        local = value.to_local() if isinstance(value, DTensor) else value
-        found.update(name.encode() + local.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()
 
 
 def seed_all(seed: int) -> None:
@@ -135,7 +127,7 @@ def by_accelerate(kind: str, base: Path, kills: list[int], seed: int) -> dict[st
                 life.tell(f"{epoch}:{done}", loss.item())
                 life.end_at(done, flashpoint)
     flashpoint.close()
-    return {"losses": life.losses, "weights": digest(model), "failures": flashpoint.health.failures}
+    return {"losses": life.losses, "weights": digest(model.state_dict()), "failures": flashpoint.health.failures}
 
 
 def steady(logs: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +195,7 @@ def by_trainer(kind: str, base: Path, kills: list[int], seed: int) -> dict[str, 
     assert sharded == (kind == "trainer-fsdp2")
     return {
         "losses": teller.life.losses,
-        "weights": digest(trainer.model),
+        "weights": digest(trainer.model.state_dict()),
         "history": [steady(logs) for logs in trainer.state.log_history],
         "failures": teller.flashpoint.health.failures,
     }

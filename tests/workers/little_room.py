@@ -21,7 +21,8 @@ from tests.support.bare_trainer import bare_trainer
 from tests.support.forked import Report
 from tests.support.loops import Stored
 from tests.support.state_digest import digest
-from tests.workers.fault_engine import SIZES, Rank, base_here
+from tests.support.worker import base_path
+from tests.workers.fault_engine import SIZES, Rank
 
 
 def used(folder: Path) -> int:
@@ -130,7 +131,7 @@ def save_back_to_back(report: Report, rank: int, sizes: list[int], lag: int) -> 
         ``loaded``: the step; ``errors``: saves that raised; ``verified``: the last verified step seen after each save;
         ``at``: when that was, in seconds; ``used``: the most bytes used on the filesystem; and the counters of saves.
     """
-    base = Path(base_here())
+    base = base_path()
     os.environ[BLOCK_BYTES_VARIABLE] = str(1 << 16)  # states of some MiB stand for large ones, as do their manifests
     engine = Rank(base, "pairwise")
     found = engine.checkpointer.latest()
@@ -180,7 +181,7 @@ def save_structures(
         hurry: do not wait for copies after each save.
     """
     torch.set_num_threads(1)
-    model, errors, behind, most, step, base = nn.Module(), [], [], 0, 0, Path(base_here())
+    model, errors, behind, most, step, base = nn.Module(), [], [], 0, 0, base_path()
     reshape(model, phases[0])
     with Flashpoint(base, deadline_s=60) as fp:
         fp.track(model=model).resume()

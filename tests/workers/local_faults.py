@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import unittest
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,16 +24,14 @@ from ml_flashpoint.local import (
 )
 from ml_flashpoint.ranks.strategies import RingReplicationStrategy
 from tests.local.states import assert_equal, everything
+from tests.support.worker import base_path
+from tests.workers.fault_engine import flip
 
 Layout = tuple[str, int, int]
 LAYOUTS: dict[int, list[Layout]] = {
     2: [("params", 1, 2), ("lazy", 1, 2), ("groups", 1, 2), ("ring", 1, 2)],
     4: [("params", 1, 2), ("params", 2, 2), ("groups", 2, 2), ("lists", 1, 4)],
 }
-
-
-def base() -> Path:
-    return Path(os.environ["FLASHPOINT_TEST_BASE"])
 
 
 def state_of(rank: int, iteration: int) -> dict[Any, Any]:
@@ -94,7 +91,7 @@ def every_loss(report: Any, rank: int) -> int:
     losses = 0
     for number, layout in enumerate(LAYOUTS[world_size]):
         session = f"session-{number}"
-        manager = LocalCheckpointManager(base(), session, strategy_of(layout, world_size))
+        manager = LocalCheckpointManager(base_path(), session, strategy_of(layout, world_size))
         for iteration in (1, 2):
             state = BasicTensorAwareStateDict(state_of(rank, iteration))
             finish(manager.save(state, iteration, is_async=bool((number + iteration) % 2)))
@@ -103,19 +100,19 @@ def every_loss(report: Any, rank: int) -> int:
             manager.close()
             dist.barrier()
             if rank == victim:
-                shutil.rmtree(base() / session)
+                shutil.rmtree(base_path() / session)
             dist.barrier()
             # With the strategy, lost parts and lost copies are written back, so the next loss is survived too.
-            manager = LocalCheckpointManager(base(), session, strategy_of(layout, world_size))
+            manager = LocalCheckpointManager(base_path(), session, strategy_of(layout, world_size))
             expect(manager, 2)
             losses += 1
         manager.close()
         dist.barrier()
         if rank == world_size - 1:
-            shutil.rmtree(base() / session)
+            shutil.rmtree(base_path() / session)
         dist.barrier()
         # Without it, copies are used all the same.
-        manager = LocalCheckpointManager(base(), session)
+        manager = LocalCheckpointManager(base_path(), session)
         expect(manager, 2)
         finish(manager.save(BasicTensorAwareStateDict(state_of(rank, 3)), 3, is_async=True))
         expect(manager, 3)
@@ -125,23 +122,25 @@ def every_loss(report: Any, rank: int) -> int:
 
 def damage(report: Any, rank: int) -> None:
     """A bit flips, or a part is cut short: the copy is used. Without copies, a lost part is named, on all ranks."""
-    copied = LocalCheckpointManager(base(), "copied", LazyCliqueReplicationStrategy(1, 2))
+    copied = LocalCheckpointManager(base_path(), "copied", LazyCliqueReplicationStrategy(1, 2))
     copied.save(BasicTensorAwareStateDict(state_of(rank, 4)), 4)
     copied.close()
     dist.barrier()
-    spoil(base() / "copied/step-4_ckpt", rank, cut=rank == 1)
+    (path,) = (base_path() / "copied/step-4_ckpt").glob(f"rank-{rank:05d}-*.safetensors")
+    size = path.stat().st_size
+    os.truncate(path, size // 2) if rank == 1 else flip(path, size // 3, 4)
     dist.barrier()
-    copied = LocalCheckpointManager(base(), "copied", LazyCliqueReplicationStrategy(1, 2))
+    copied = LocalCheckpointManager(base_path(), "copied", LazyCliqueReplicationStrategy(1, 2))
     expect(copied, 4)
     copied.close()
-    alone = LocalCheckpointManager(base(), "alone")
+    alone = LocalCheckpointManager(base_path(), "alone")
     alone.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
     alone.close()
     dist.barrier()
     if rank == 1:
-        shutil.rmtree(base() / "alone")
+        shutil.rmtree(base_path() / "alone")
     dist.barrier()
-    alone = LocalCheckpointManager(base(), "alone")
+    alone = LocalCheckpointManager(base_path(), "alone")
     with unittest.TestCase().assertLogs("ml_flashpoint.local.local_manager", "ERROR") as said:
         assert alone.find_latest() == -1
     assert "the parts of ranks 1 of 2 are on no node of this job" in said.output[0]
@@ -152,21 +151,9 @@ def damage(report: Any, rank: int) -> None:
     alone.close()
 
 
-def spoil(version: Path, rank: int, *, cut: bool) -> None:
-    (path,) = version.glob(f"rank-{rank:05d}-*.safetensors")
-    with open(path, "r+b") as file:
-        if cut:
-            file.truncate(path.stat().st_size // 2)
-        else:
-            file.seek(path.stat().st_size // 3)
-            byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 4]))
-
-
 def one_rank_fails(report: Any, rank: int) -> dict[str, Any]:
     """Saves that one rank cannot do fail on all, and can be repeated at once."""
-    manager = LocalCheckpointManager(base(), "fails", LazyCliqueReplicationStrategy(1, 2))
+    manager = LocalCheckpointManager(base_path(), "fails", LazyCliqueReplicationStrategy(1, 2))
     manager.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
     bad = {"bad": (lambda: 0) if rank == 1 else 1}
     errors: dict[str, Any] = {}
@@ -180,12 +167,12 @@ def one_rank_fails(report: Any, rank: int) -> dict[str, Any]:
     errors["differ"] = raised(manager.save, BasicTensorAwareStateDict(state_of(rank, 2)), 2 + rank)
     expect(manager, 1)
     # The repeated save must be newer than what its failed predecessors left, on every rank.
-    again = LocalCheckpointManager(base(), "fails", LazyCliqueReplicationStrategy(1, 2))
+    again = LocalCheckpointManager(base_path(), "fails", LazyCliqueReplicationStrategy(1, 2))
     expect(again, 1)
     again.save(BasicTensorAwareStateDict(state_of(rank, 2)), 2)
     expect(again, 2)
     again.close()
-    foreign = LocalCheckpointManager(base(), "foreign")
+    foreign = LocalCheckpointManager(base_path(), "foreign")
     foreign.save(BasicTensorAwareStateDict({"x": OnlyHere(3)} if rank == 1 else {"x": 3}), 1)
     errors["load"] = raised(_load_without, rank)
     return errors
@@ -200,7 +187,7 @@ class OnlyHere(NamedTuple):
 def _load_without(rank: int) -> Any:
     found, name = globals().pop("OnlyHere"), "OnlyHere"
     try:
-        manager = LocalCheckpointManager(base(), "foreign")
+        manager = LocalCheckpointManager(base_path(), "foreign")
         assert manager.find_latest() == 1
         return manager.load()
     finally:
@@ -209,7 +196,7 @@ def _load_without(rank: int) -> Any:
 
 def rank_dies(report: Any, rank: int, mode: str) -> Any:
     """Rank 1 ends, or hangs, before it saves; the other one saves."""
-    manager = LocalCheckpointManager(base(), "dies", LazyCliqueReplicationStrategy(1, 2))
+    manager = LocalCheckpointManager(base_path(), "dies", LazyCliqueReplicationStrategy(1, 2))
     manager.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
     report("ready")
     report.listen()  # rank 1 is killed or stopped here
@@ -221,35 +208,24 @@ def rank_dies(report: Any, rank: int, mode: str) -> Any:
     os._exit(0)  # the process group cannot be left in order: its other rank is gone
 
 
-def save_one(report: Any, rank: int, iteration: int) -> None:
-    manager = LocalCheckpointManager(base(), "moved", LazyCliqueReplicationStrategy(1, 2))
+def save_one(report: Any, rank: int, iteration: int, session: str = "moved", copies: bool = True) -> None:
+    strategy = LazyCliqueReplicationStrategy(1, 2) if copies else None
+    manager = LocalCheckpointManager(base_path(), session, strategy)
     manager.save(BasicTensorAwareStateDict(state_of(rank, iteration)), iteration)
     manager.close()
 
 
 def load_one(report: Any, rank: int, iteration: int) -> None:
-    manager = LocalCheckpointManager(base(), "moved")
+    manager = LocalCheckpointManager(base_path(), "moved")
     expect(manager, iteration)
     # What is fetched is written back, where this rank runs now.
-    assert list((base() / f"moved/step-{iteration}_ckpt").glob(f"rank-{rank:05d}-*.manifest"))
+    assert list((base_path() / f"moved/step-{iteration}_ckpt").glob(f"rank-{rank:05d}-*.manifest"))
     manager.close()
 
 
-def save_without_copies(report: Any, rank: int) -> None:
-    manager = LocalCheckpointManager(base(), "bare")
-    manager.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
-    manager.close()
-
-
-def refuse_where_parts_of_other_ranks_are_missing(report: Any, rank: int) -> str:
-    manager = LocalCheckpointManager(base(), "bare")
-    kind, _ = raised(manager.find_latest)
-    manager.close()
-    return kind
-
-
-def refuse_other_world_size(report: Any, rank: int) -> list[tuple[str, str]]:
-    manager = LocalCheckpointManager(base(), "moved")
+def refusals(report: Any, rank: int, session: str = "moved") -> list[tuple[str, str]]:
+    """What is said to a job of other ranks that looks for an iteration, and that loads one."""
+    manager = LocalCheckpointManager(base_path(), session)
     errors = [raised(manager.find_latest), raised(manager.load)]
     manager.close()
     return errors
@@ -283,14 +259,14 @@ def dtensors(report: Any, rank: int) -> None:
     assert not any(isinstance(tensor, DTensor) for tensor in popped)
     wrapped.insert_tensors(popped)
     strategy = LazyCliqueReplicationStrategy(1, 2)
-    manager = LocalCheckpointManager(base(), "dtensors", strategy)
+    manager = LocalCheckpointManager(base_path(), "dtensors", strategy)
     finish(manager.save(wrapped, 1, is_async=True))
     manager.close()
     dist.barrier()
     if rank == 1:
-        shutil.rmtree(base() / "dtensors")
+        shutil.rmtree(base_path() / "dtensors")
     dist.barrier()
-    manager = LocalCheckpointManager(base(), "dtensors", strategy)
+    manager = LocalCheckpointManager(base_path(), "dtensors", strategy)
     loaded: Any = manager.load()[0].state_dict  # type: ignore[attr-defined]
     for one, other in [
         *zip(state["model"].values(), loaded["model"].values(), strict=True),

@@ -5,7 +5,6 @@ Argument: the step after which to stop for good, or 0.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import types
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.state_digest import digest
 from tests.support.worker import base_path, leave, rank, report
 
 EVERY, STEPS = 2, 9
@@ -79,14 +79,6 @@ def made() -> tuple[Any, Any]:
     return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=16), config
 
 
-def digest(model: Any) -> str:
-    found = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        if isinstance(tensor, torch.Tensor):
-            found.update(tensor.numpy().tobytes())
-    return found.hexdigest()
-
-
 def main() -> None:
     ends_after = int(sys.argv[1])
     stand_in_for_gpus()
@@ -128,7 +120,8 @@ def main() -> None:
             while True:
                 dist.barrier()
     manager.finalize_async_saves(state, blocking=True, terminate=True)
-    report(ended=digest(model), rank=rank())
+    tensors = {name: each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
+    report(ended=digest(tensors), rank=rank())
     leave()
 
 

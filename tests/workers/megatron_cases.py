@@ -12,7 +12,6 @@ import logging
 import os
 import string
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,29 +38,31 @@ from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWri
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.errors import CapacityError, FlashpointError
 from ml_flashpoint.format.names import CheckpointContainerId
+from tests.support import seed_snippets as seed
 from tests.support.cases import go_through
-from tests.support.megatron import Door, TorchDist, check_load, expected, without_cuda
+from tests.support.megatron import (
+    LAYOUTS,
+    Door,
+    Layout,
+    TorchDist,
+    assert_same_state,
+    check_load,
+    expected,
+    sharded_state,
+    without_cuda,
+)
 from tests.support.megatron_gpt import SHARDING, Gpt, PlayedCuda
-from tests.support.megatron_states import LAYOUTS, Layout, assert_same_state, sharded_state
 from tests.support.worker import base_path, leave, rank, world_size
-
-CASES: dict[str, Callable[[Door, TorchDist], None]] = {}
-
-
-def case(function: Callable[[Door, TorchDist], None]) -> Callable[[Door, TorchDist], None]:
-    CASES[function.__name__] = function
-    return function
 
 
 def some_layout() -> Layout:
     """One in which there is something of everything."""
-    return {1: Layout(), 2: Layout(tp=2), 4: Layout(tp=2, dp=2)}[world_size()]
+    return {2: Layout(tp=2), 4: Layout(tp=2, dp=2)}[world_size()]
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------
 
 
-@case
 def every_layout(door: Door, other: TorchDist) -> None:
     """Saved in each layout, loaded in that and in another one."""
     layouts = LAYOUTS[world_size()]
@@ -72,7 +73,6 @@ def every_layout(door: Door, other: TorchDist) -> None:
         check_load(door, layouts[(step + 5) % len(layouts)], step, saved_by)
 
 
-@case
 def fully_parallel(door: Door, other: TorchDist) -> None:
     """megatron-core's wrapper spreads what is replicated; each rank then stores its share."""
     layout = Layout(dp=world_size())
@@ -88,7 +88,6 @@ def fully_parallel(door: Door, other: TorchDist) -> None:
     assert max(each[2] for each in shares) < max(each[3] for each in shares), shares
 
 
-@case
 def fully_parallel_load(door: Door, other: TorchDist) -> None:
     """megatron-core's other wrapper: each rank loads a share of what is replicated, and gives it to the others."""
     layout = Layout(dp=world_size())
@@ -112,7 +111,6 @@ def _gathered(value: Any) -> list[Any]:
     return values
 
 
-@case
 def a_gpt_with_the_distributed_optimizer(door: Door, other: TorchDist) -> None:
     """Loaded into other models, of another layout too, which go on as after a load by `torch_dist`.
 
@@ -169,7 +167,6 @@ def version_of_megatron_core() -> tuple[int, int]:
 # -- what is beside the tensors ----------------------------------------------------------------------------------
 
 
-@case
 def what_megatron_core_reads_by_itself(door: Door, other: TorchDist) -> None:
     layout = some_layout()
     content = {"distrib_optim_sharding_type": "dp_reshardable", "version": 3}
@@ -193,26 +190,16 @@ def what_megatron_core_reads_by_itself(door: Door, other: TorchDist) -> None:
         assert ours == theirs
 
 
-@case
 def saved_by_dist_checkpointing_itself(door: Door, other: TorchDist) -> None:
     """Which writes the common state on rank 0 only; a recovery brings it to all nodes."""
     layout = some_layout()
     for step in (1, 2):
-        folder = door.version(step)
-        os.makedirs(folder, exist_ok=True)
-        dist.barrier()
-        request = dist_checkpointing.save(
-            sharded_state(layout, step), folder, door.save_strategy, async_sharded_save=step == 2
-        )
-        if step == 2:
-            door.queue.schedule_async_request(request)
-            door.queue.maybe_finalize_async_calls(blocking=True)
+        door.save_by_megatron(sharded_state(layout, step), step, asynchronous=step == 2)
         assert door.save_strategy.last_error is None
         check_load(door, layout, step)
-        assert {"common.pt", "metadata.json"} <= set(os.listdir(folder))
+        assert {"common.pt", "metadata.json"} <= set(os.listdir(door.version(step)))
 
 
-@case
 def strict_handling(door: Door, other: TorchDist) -> None:
     layout = some_layout()
     door.save_megatron(sharded_state(layout, 1), 1)
@@ -247,7 +234,6 @@ def strict_handling(door: Door, other: TorchDist) -> None:
 # -- how saves go ------------------------------------------------------------------------------------------------
 
 
-@case
 def the_staged_copies_are_the_object(door: Door, other: TorchDist) -> None:
     """One copy, made before the call returns: what changes after it does not show."""
     layout = some_layout()
@@ -270,7 +256,6 @@ def _leaves(value: Any) -> list[torch.Tensor]:
     return [data] if isinstance(data, torch.Tensor) else []
 
 
-@case
 def a_structure_that_changes_on_one_rank(door: Door, other: TorchDist) -> None:
     """The save at which it changes fails on all ranks, or on none if they hear of it in time. Later ones have it."""
     layout = some_layout()
@@ -294,7 +279,6 @@ def a_structure_that_changes_on_one_rank(door: Door, other: TorchDist) -> None:
     assert failed in ([], [4])
 
 
-@case
 def queues(door: Door, other: TorchDist) -> None:
     """Several requests under way in one queue; callers of both kinds, with a process and without."""
     layout = some_layout()
@@ -332,7 +316,6 @@ def queues(door: Door, other: TorchDist) -> None:
 # -- failures ----------------------------------------------------------------------------------------------------
 
 
-@case
 def a_save_that_fails_on_one_rank(door: Door, other: TorchDist) -> None:
     """It is told on all ranks, the queue and the training go on, and the next save is as good as any."""
     layout = some_layout()
@@ -358,18 +341,19 @@ def a_save_that_fails_on_one_rank(door: Door, other: TorchDist) -> None:
 
     kinds = ("no data", "an object", "stage", "commit")
     for number, (asynchronous, kind) in enumerate(itertools.product((False, True), kinds)):
-        itself = number % 3 == 0
         step += 1
         failed.add(f"step-{step}_ckpt")
+        way = door.save_megatron if number % 3 else door.save_by_megatron
+        save = functools.partial(way, asynchronous=asynchronous, validate_access_integrity=False)
         state = sharded_state(layout, step)
         damage(kind, state)
-        _save(door, state, step, asynchronous, itself)
+        save(state, step)
         for name, call in calls.items():
             setattr(Save, name, call)
         assert isinstance(door.save_strategy.last_error, FlashpointError), kind
         assert door.queue.get_num_unfinalized_calls() == 0
         step += 1
-        _save(door, sharded_state(layout, step), step, asynchronous, itself)
+        save(sharded_state(layout, step), step)
         assert door.save_strategy.last_error is None, door.save_strategy.last_error
         check_load(door, layout, step)
     logging.disable(logging.NOTSET)
@@ -380,22 +364,6 @@ def a_save_that_fails_on_one_rank(door: Door, other: TorchDist) -> None:
         assert not [name for folder in folders for name in os.listdir(door.base / folder) if "rank-" in name]
 
 
-def _save(door: Door, state: dict[str, Any], step: int, asynchronous: bool, itself: bool) -> None:
-    """Save in the way of the guide, or by `dist_checkpointing.save` itself."""
-    if not itself:
-        door.save_megatron(state, step, asynchronous=asynchronous, validate_access_integrity=False)
-        return
-    os.makedirs(door.version(step), exist_ok=True)
-    dist.barrier()
-    request = dist_checkpointing.save(
-        state, door.version(step), door.save_strategy, async_sharded_save=asynchronous, validate_access_integrity=False
-    )
-    if asynchronous:
-        door.queue.schedule_async_request(request)
-        door.queue.maybe_finalize_async_calls(blocking=True)
-
-
-@case
 def common_state_that_cannot_be_saved(door: Door, other: TorchDist) -> None:
     layout = some_layout()
     logging.disable(logging.CRITICAL)
@@ -408,7 +376,6 @@ def common_state_that_cannot_be_saved(door: Door, other: TorchDist) -> None:
     check_load(door, layout, 2)
 
 
-@case
 def a_load_that_fails_on_one_rank(door: Door, other: TorchDist) -> None:
     """All ranks learn of it; none goes on with what it has loaded."""
     layout = some_layout()
@@ -429,7 +396,6 @@ class Harmless:
         return string.capwords, ("a b",)
 
 
-@case
 def objects_that_could_run_code_are_refused(door: Door, other: TorchDist) -> None:
     state = {"o": ShardedObject("o", Harmless(), (1,), (0,), replica_id=rank())}
     template = {"o": ShardedObject("o", None, (1,), (0,), replica_id=rank())}
@@ -445,6 +411,37 @@ def objects_that_could_run_code_are_refused(door: Door, other: TorchDist) -> Non
         door.load_megatron(template, 1)
     trusting = MLFlashpointMegatronLoadStrategy(checkpoint_loader=door.loader, safe_globals=trusted)
     door.load_megatron(template, 1, strategy=trusting)
+
+
+# -- the guide ---------------------------------------------------------------------------------------------------
+
+
+def the_guide(door: Door, long_term: TorchDist) -> None:
+    """The user guide's code on Megatron-LM, as it stands there."""
+    layout, base = LAYOUTS[world_size()][-1], str(door.base)
+    further_imports, loading = seed.runnable_megatron_loading()
+    names: dict[str, Any] = {}
+    for imports in (seed.runnable_imports(), seed.MEGATRON_IMPORTS, further_imports):
+        exec(imports, names)
+    names |= {"checkpoint_dir": base, "checkpoint_base_container": base}
+    for block in (seed.INITIALIZATION, seed.runnable_megatron_save_strategy(), seed.MEGATRON_LOAD_STRATEGY):
+        exec(block, names)
+    names |= {"long_term_storage_path": long_term.folder, "regular_megatron_load_strategy": long_term.load_strategy}
+    long_term.save(sharded_state(layout, 50))
+    for step in (0, 1, 2, 3):
+        if step:
+            strategy = names["megatron_save_strategy"]
+            save_local_aware_megatron_checkpoint(sharded_state(layout, step), door.version(step), strategy, False)
+            assert strategy.last_error is None
+        # The guide's name for the outcome of its own first line.
+        names["local_checkpoint_container"] = step > 0
+        names["sharded_state_dict"] = sharded_state(layout, 0, blank=True)
+        exec(loading, names)
+        assert_same_state(names["state_dict"], expected(layout, step or 50))
+        found = names["latest_saved_checkpoint_id"]
+        assert (None if found is None else str(found)) == (door.version(step) if step else None)
+    names["memory_storage_writer"].close()
+    names["checkpoint_object_manager"].close()
 
 
 # -- across jobs -------------------------------------------------------------------------------------------------
@@ -503,7 +500,7 @@ def run(name: str) -> None:
         globals()[function](base_path(), next(each for each in LAYOUTS[4] if str(each) == saved_by))
         return
     door = Door(base_path() / name)
-    CASES[function](door, TorchDist(base_path().parent.parent / f"torch_dist-{name}"))
+    globals()[function](door, TorchDist(base_path().parent.parent / f"torch_dist-{name}"))
     door.settle()
     _close(door)
 

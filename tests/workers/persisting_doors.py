@@ -7,7 +7,6 @@ depends on the step and the rank alone, so two runs of as many ranks are the sam
 from __future__ import annotations
 
 import atexit
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +17,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from ml_flashpoint import Checkpointer, Config, Flashpoint, Persist
-from tests.workers.distributed_training import base
+from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, WorldSizeChangedError
+from tests.support.sharded import gathered
+from tests.support.state_digest import digest
+from tests.support.worker import base_path
 
 Report = Callable[..., None]
+Way = tuple[Any, Callable[[], int], Callable[[int], None]]
 
 
 class Toy:
@@ -74,11 +76,7 @@ class Toy:
 
     def digest(self) -> str:
         """Of all tensors, in full. Collective."""
-        found = hashlib.sha256()
-        for name, tensor in self.tensors().items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            found.update(name.encode() + whole.contiguous().view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()
+        return digest(gathered(self.tensors()))
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class Life:
 
 def undisturbed(report: Report, rank: int, door: str, steps: int) -> str:
     """What a run without checkpoints ends with."""
-    toy = Toy(sharded=door in ("facade", "dcp"))
+    toy = Toy(sharded=door in _SHARDED)
     for step in range(1, steps + 1):
         toy.step(step)
     return toy.digest()
@@ -108,64 +106,80 @@ def undisturbed(report: Report, rank: int, door: str, steps: int) -> str:
 def train(report: Report, rank: int, door: str, url: str, steps: int, options: dict[str, Any], leaves: bool) -> Life:
     """Goes on from whatever there is, up to ``steps``, saving every step; then closes what it has opened, or ``leaves``
     as a program does that just ends."""
-    life: Life = _DOORS[door](report, url, steps, {"persist_every": 3, **options}, leaves)
-    return life
-
-
-def _config(url: str, options: dict[str, Any]) -> Config:
-    return Config(persist=Persist(url, options["persist_every"]), sigterm_grace_s=options.get("grace_s", 20.0))
-
-
-def _train_by_facade(report: Report, url: str, steps: int, options: dict[str, Any], leaves: bool) -> Life:
-    toy = Toy(sharded=True)
-    fp = Flashpoint(
-        base(),
-        deadline_s=60,
-        on_world_size_change="keep",
-        persist=url if options.get("persists", True) else None,
-        persist_every=options["persist_every"],
-        grace_s=options.get("grace_s", 20.0),
-    )
-    began = fp.track(model=toy.model, optimizer=toy.optimizer).resume()
-    assert fp.last_recovery is not None
-    source, then = fp.last_recovery.source, toy.digest() if began else ""
+    toy = Toy(sharded=door in _SHARDED)
+    engine, resume, save = _DOORS[door](toy, url, {"persist_every": 3, **options})
+    began = resume()
+    source, then = (_source(engine), toy.digest()) if began else ("nothing", "")
     report("resumed", began, source)
     for step in range(began + 1, steps + 1):
         toy.step(step)
+        save(step)
+        report("step", step, _persisted(engine))
+    now = toy.digest()
+    if leaves:
+        atexit._run_exitfuncs()  # which a child of multiprocessing does not
+    else:
+        engine.close()
+    return Life(began, source, then, now, _persisted(engine))
+
+
+def _source(engine: Any) -> str:
+    if isinstance(engine, Flashpoint):
+        assert engine.last_recovery is not None
+        return engine.last_recovery.source
+    recovery = (engine._engine if isinstance(engine, LocalCheckpointManager) else engine).last_recovery
+    assert recovery is not None
+    return str(recovery.tier)
+
+
+def _persisted(engine: Any) -> int | None:
+    persisted: int | None = (engine.health if isinstance(engine, Flashpoint) else engine.status).persisted
+    return persisted
+
+
+# ---- doors: what is to be closed, a function that loads and returns the step, or 0, and one that saves ----------
+
+
+def _facade(toy: Toy, url: str, options: dict[str, Any]) -> Way:
+    persist = url if options.pop("persists", True) else None
+    fp = Flashpoint(base_path(), deadline_s=60, on_world_size_change="keep", persist=persist, **options)
+    fp.track(model=toy.model, optimizer=toy.optimizer)
+
+    def save(step: int) -> None:
         assert fp.step() == step
         fp.wait()
-        report("step", step, fp.health.persisted)
-    now = toy.digest()
-    _end(fp, leaves)
-    return Life(began, source, then, now, fp.health.persisted)
+
+    return fp, fp.resume, save
 
 
-def _train_by_dcp(report: Report, url: str, steps: int, options: dict[str, Any], leaves: bool) -> Life:
-    toy, began, then = Toy(sharded=True), 0, ""
+def _checkpointer(url: str, options: dict[str, Any]) -> Checkpointer:
+    persist = Persist(url, options["persist_every"])
+    return Checkpointer(base_path(), Config(persist=persist, sigterm_grace_s=options.get("grace_s", 20.0)))
 
-    def state() -> dict[str, Any]:
+
+def _dcp(toy: Toy, url: str, options: dict[str, Any]) -> Way:
+    engine = _checkpointer(url, options)
+
+    def state(step: int) -> dict[str, Any]:
         model, optimizer = get_state_dict(toy.model, toy.optimizer)
-        return {"model": model, "optimizer": optimizer, "step": 0}
+        return {"model": model, "optimizer": optimizer, "step": step}
 
-    engine = Checkpointer(base(), _config(url, options))
-    if (latest := engine.latest()) is not None:
-        loaded = state()
-        dcp.load(loaded, checkpoint_id=latest, storage_reader=engine.reader(latest))
-        set_state_dict(toy.model, toy.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-        began, then = loaded["step"], toy.digest()
-        assert began == latest.step
-    source = engine.last_recovery.tier if engine.last_recovery is not None and latest is not None else "nothing"
-    report("resumed", began, source)
-    for step in range(began + 1, steps + 1):
-        toy.step(step)
-        dcp.save(state() | {"step": step}, checkpoint_id=engine.id(step), storage_writer=engine.writer())
-        report("step", step, engine.status.persisted)
-    now = toy.digest()
-    _end(engine, leaves)
-    return Life(began, source, then, now, engine.status.persisted)
+    def resume() -> int:
+        if (latest := engine.latest()) is None:
+            return 0
+        found = state(0)
+        dcp.load(found, checkpoint_id=latest, storage_reader=engine.reader(latest))
+        set_state_dict(toy.model, toy.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+        assert found["step"] == latest.step
+        return int(found["step"])
+
+    def save(step: int) -> None:
+        dcp.save(state(step), checkpoint_id=engine.id(step), storage_writer=engine.writer())
+
+    return engine, resume, save
 
 
-def _train_by_megatron(report: Report, url: str, steps: int, options: dict[str, Any], leaves: bool) -> Life:
+def _megatron(toy: Toy, url: str, options: dict[str, Any]) -> Way:
     """All ranks have everything, and save a share of it each."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -176,8 +190,11 @@ def _train_by_megatron(report: Report, url: str, steps: int, options: dict[str, 
     from tests.support.megatron import load_from, without_cuda
 
     without_cuda()
-    toy, began, then = Toy(sharded=False), 0, ""
     rank, size = dist.get_rank(), dist.get_world_size()
+    engine = _checkpointer(url, options)
+    save_strategy = MLFlashpointMegatronAsyncSaveStrategy(engine.writer(), child=False)
+    load_strategy = MLFlashpointMegatronLoadStrategy(checkpoint_loader=engine)
+    queue = AsyncCallsQueue()
 
     def state(step: int) -> dict[str, Any]:
         shares = {name: tensor.chunk(size)[rank].clone() for name, tensor in toy.tensors().items()}
@@ -191,61 +208,50 @@ def _train_by_megatron(report: Report, url: str, steps: int, options: dict[str, 
         dist.all_gather(shares, share)
         return torch.cat(shares)
 
-    engine = Checkpointer(base(), _config(url, options))
-    save_strategy = MLFlashpointMegatronAsyncSaveStrategy(engine.writer(), child=False)
-    load_strategy = MLFlashpointMegatronLoadStrategy(checkpoint_loader=engine)
-    queue = AsyncCallsQueue()
-    if (latest := engine.latest()) is not None:
-        loaded = load_from(str(latest), state(0), load_strategy)
-        toy.take_over({name: whole(share) for name, share in loaded["state"].items()}, loaded["step"])
-        began, then = loaded["step"], toy.digest()
-        assert began == latest.step
-    source = engine.last_recovery.tier if engine.last_recovery is not None and latest is not None else "nothing"
-    report("resumed", began, source)
-    for step in range(began + 1, steps + 1):
-        toy.step(step)
+    def resume() -> int:
+        if (latest := engine.latest()) is None:
+            return 0
+        found = load_from(str(latest), state(0), load_strategy)
+        toy.take_over({name: whole(share) for name, share in found["state"].items()}, found["step"])
+        assert found["step"] == latest.step
+        return int(found["step"])
+
+    def save(step: int) -> None:
         request = save_local_aware_megatron_checkpoint(state(step), engine.id(step), save_strategy, True)
         queue.schedule_async_request(request)
         queue.maybe_finalize_async_calls(blocking=True)
         assert save_strategy.last_error is None
-        report("step", step, engine.status.persisted)
-    now = toy.digest()
-    _end(engine, leaves)
-    return Life(began, source, then, now, engine.status.persisted)
+
+    return engine, resume, save
 
 
-def _train_locally(report: Report, url: str, steps: int, options: dict[str, Any], leaves: bool) -> Life:
-    from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
+def _local(toy: Toy, url: str, options: dict[str, Any]) -> Way:
+    manager = LocalCheckpointManager(base_path(), "session", "pairwise", persist=url, **options)
 
-    toy, began, then, source = Toy(sharded=False), 0, "", "nothing"
-    manager = LocalCheckpointManager(base(), "session", "pairwise", persist=url, **options)
-    if manager.find_latest() != -1:
+    def resume() -> int:
+        if manager.find_latest() == -1:
+            return 0
         state, checkpoint = manager.load()
-        toy.take_over(state.state_dict["tensors"], checkpoint.iteration)  # type: ignore[attr-defined]
-        assert state.state_dict["rank"] == dist.get_rank()  # type: ignore[attr-defined]
-        began, then = checkpoint.iteration, toy.digest()
-        assert manager._engine.last_recovery is not None
-        source = manager._engine.last_recovery.tier
-    report("resumed", began, source)
-    for step in range(began + 1, steps + 1):
-        toy.step(step)
-        saved = BasicTensorAwareStateDict({"tensors": toy.tensors(), "rank": dist.get_rank()})
-        if (request := manager.save(saved, step, is_async=step % 2 == 0)) is not None:
+        assert isinstance(state, BasicTensorAwareStateDict)
+        toy.take_over(state.state_dict["tensors"], checkpoint.iteration)
+        assert state.state_dict["rank"] == dist.get_rank()
+        return checkpoint.iteration
+
+    def save(step: int) -> None:
+        state = BasicTensorAwareStateDict({"tensors": toy.tensors(), "rank": dist.get_rank()})
+        if (request := manager.save(state, step, is_async=step % 2 == 0)) is not None:
             request.execute_sync()
-        report("step", step, manager.status.persisted)
-    now = toy.digest()
-    if leaves:
-        atexit._run_exitfuncs()
-    else:
-        manager.close()
-    return Life(began, source, then, now, manager.status.persisted)
+
+    return manager, resume, save
+
+
+_DOORS = {"facade": _facade, "dcp": _dcp, "megatron": _megatron, "local": _local}
+_SHARDED = ("facade", "dcp")
 
 
 def refuse_another_number_of_ranks(report: Report, rank: int, url: str) -> str:
     """What local checkpoints say that another number of ranks has persisted."""
-    from ml_flashpoint.local import LocalCheckpointManager, WorldSizeChangedError
-
-    manager = LocalCheckpointManager(base(), "session", "pairwise", persist=url)
+    manager = LocalCheckpointManager(base_path(), "session", "pairwise", persist=url)
     try:
         manager.find_latest()
     except WorldSizeChangedError as error:
@@ -253,18 +259,3 @@ def refuse_another_number_of_ranks(report: Report, rank: int, url: str) -> str:
     finally:
         manager.close()
     return "nothing"
-
-
-def _end(engine: Checkpointer | Flashpoint, leaves: bool) -> None:
-    if leaves:
-        atexit._run_exitfuncs()  # which a child of multiprocessing does not
-    else:
-        engine.close()
-
-
-_DOORS: dict[str, Callable[..., Life]] = {
-    "facade": _train_by_facade,
-    "dcp": _train_by_dcp,
-    "megatron": _train_by_megatron,
-    "local": _train_locally,
-}

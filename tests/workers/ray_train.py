@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -21,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ml_flashpoint.adapter.ray_train import RayTrainFlashpoint
+from tests.support.state_digest import digest
 
 WIDTH, SAMPLES = 24, 46
 
@@ -108,8 +108,7 @@ def _loop(
             scheduler.step()
             stepped(loss.item())
         report({"epoch": epoch})
-    weights = torch.cat([each.detach().flatten() for each in model.parameters()])
-    return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
+    return digest([*model.parameters()])
 
 
 def _stepped(config: dict[str, Any], fp: RayTrainFlashpoint, began: int, loss: float) -> int:

@@ -23,7 +23,7 @@ from tests.local.states import assert_equal
 from tests.support.dcp import Door
 from tests.support.state_digest import digest
 from tests.support.tensors import assert_same, blank
-from tests.workers.distributed_training import base
+from tests.support.worker import base_path
 
 Report = Callable[..., None]
 
@@ -66,7 +66,7 @@ def undisturbed(report: Report, rank: int, shapes: list[tuple[int, int]], steps:
 def train(report: Report, rank: int, shapes: list[tuple[int, int]], steps: int, hangs: bool) -> dict[str, Any]:
     """Resume, and train up to a step."""
     job = Job(shapes)
-    with Flashpoint(base(), deadline_s=120) as fp:
+    with Flashpoint(base_path(), deadline_s=120) as fp:
         began = fp.track(model=job.model, optimizer=job.optimizer).resume()
         recovery, found, sizes = fp.last_recovery, job.digest(), []
         assert recovery is not None
@@ -105,7 +105,7 @@ def dcp_state(step: int, sizes: tuple[int, ...], rank: int) -> dict[str, Any]:
 def save_by_dcp(report: Report, rank: int, first: int, last: int, hangs: bool) -> None:
     """Save from one step to another."""
     torch.set_num_threads(1)
-    door = Door(base())
+    door = Door(base_path())
     assert door.latest() == (first - 1 or None)
     for step in range(first, last + 1):
         future = door.async_save(dcp_state(step, STRUCTURES[0], rank), step)
@@ -121,7 +121,7 @@ def save_by_dcp(report: Report, rank: int, first: int, last: int, hangs: bool) -
 def load_by_dcp(report: Report, rank: int) -> int:
     """Load and check the newest version. Return its step."""
     torch.set_num_threads(1)
-    door = Door(base())
+    door = Door(base_path())
     step = door.latest()
     assert step is not None, "nothing was found"
     expected = dcp_state(step, STRUCTURES[0], rank)
@@ -133,7 +133,7 @@ def load_by_dcp(report: Report, rank: int) -> int:
 def change_structures(report: Report, rank: int, mode: str) -> None:
     """Save states of other structures each time, twice, and load each."""
     torch.set_num_threads(1)
-    door, step = Door(base()), 0
+    door, step = Door(base_path()), 0
     for number in (1, 2, 3, 1):
         for _ in range(2):
             step += 1
@@ -162,7 +162,7 @@ def local_state(rank: int, step: int) -> dict[str, Any]:
 
 def save_locally(report: Report, rank: int, first: int, last: int, hangs: bool) -> None:
     """Save from one iteration to another."""
-    manager = LocalCheckpointManager(base(), "job", LazyCliqueReplicationStrategy(1, 2))
+    manager = LocalCheckpointManager(base_path(), "job", LazyCliqueReplicationStrategy(1, 2))
     manager.find_latest()
     queue = AsyncCallsQueue()
     for step in range(first, last + 1):
@@ -180,7 +180,7 @@ def save_locally(report: Report, rank: int, first: int, last: int, hangs: bool) 
 
 def load_locally(report: Report, rank: int) -> int:
     """Load and check the newest iteration. Return its number."""
-    manager = LocalCheckpointManager(base(), "job", LazyCliqueReplicationStrategy(1, 2))
+    manager = LocalCheckpointManager(base_path(), "job", LazyCliqueReplicationStrategy(1, 2))
     state, found = manager.load()
     assert isinstance(state, BasicTensorAwareStateDict)
     assert_equal(state.state_dict, local_state(rank, found.iteration))

@@ -16,13 +16,14 @@ import torch.distributed as dist
 
 from ml_flashpoint import Flashpoint, events
 from ml_flashpoint.engine import recovery
-from ml_flashpoint.format.errors import FlashpointError, UnaskedVersionsError
+from ml_flashpoint.format.errors import UnaskedVersionsError
 from ml_flashpoint.net import client as net_client
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, RingReplicationStrategy
 from tests.support.descriptors import NoDescriptors
-from tests.support.forked import Report
+from tests.support.forked import Report, said
 from tests.support.loops import Stored
-from tests.workers.fault_engine import Rank, base_here
+from tests.support.worker import base_path
+from tests.workers.fault_engine import Rank
 
 STRATEGIES: dict[str, Callable[[], ReplicationStrategy]] = {
     "none": NoReplicationStrategy,
@@ -32,7 +33,7 @@ STRATEGIES: dict[str, Callable[[], ReplicationStrategy]] = {
 
 def save_as(report: Report, rank: int, strategy: str, steps: list[int]) -> None:
     """Save these steps, each verified."""
-    engine = Rank(base_here(), STRATEGIES[strategy]())
+    engine = Rank(base_path(), STRATEGIES[strategy]())
     for step in steps:
         engine.save("small", step, 0)
         assert engine.checkpointer.wait(30)
@@ -42,24 +43,16 @@ def save_as(report: Report, rank: int, strategy: str, steps: list[int]) -> None:
 
 def load_as(report: Report, rank: int, strategy: str) -> Any:
     """Load; the error if it cannot be done."""
-    engine = Rank(base_here(), STRATEGIES[strategy]())
+    engine = Rank(base_path(), STRATEGIES[strategy]())
     found = said(lambda: engine.load("small"))
     dist.barrier()
     engine.close()
     return found
 
 
-def said(call: Callable[[], Any]) -> Any:
-    """What a call returns, or the error."""
-    try:
-        return call()
-    except FlashpointError as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def facade_saves(report: Report, rank: int, steps: int, stays: bool = False) -> None:
     """Train for some steps; ``stays``: and run on until killed."""
-    with Flashpoint(base_here(), strict=True) as fp:
+    with Flashpoint(base_path(), strict=True) as fp:
         counter = Stored(0)
         fp.track(counter=counter).resume()
         for _ in range(steps):
@@ -74,7 +67,7 @@ def facade_saves(report: Report, rank: int, steps: int, stays: bool = False) -> 
 
 def facade_goes_on(report: Report, rank: int) -> int:
     """The step that is gone on from."""
-    with Flashpoint(base_here(), strict=True) as fp:
+    with Flashpoint(base_path(), strict=True) as fp:
         return fp.track(counter=Stored(0)).resume()
 
 
@@ -121,7 +114,7 @@ def facade_resumes(report: Report, rank: int, outage: str, times: int, late_s: f
         return read(*args)
 
     read = recovery.read_node
-    with Flashpoint(base_here()) as fp, mock.patch.object(recovery, "read_node", read_late):
+    with Flashpoint(base_path()) as fp, mock.patch.object(recovery, "read_node", read_late):
         counter = Stored(0)
         fp.track(counter=counter)
         with out_of_reach(rank, outage, times):
@@ -134,7 +127,7 @@ def facade_resumes(report: Report, rank: int, outage: str, times: int, late_s: f
 def facade_forgets(report: Report, rank: int, discard: bool) -> list[Any]:
     """Train without `resume`, and resume then."""
     found: list[Any] = []
-    with Flashpoint(base_here(), strict=True, discard_existing=discard) as fp:
+    with Flashpoint(base_path(), strict=True, discard_existing=discard) as fp:
         fp.track(counter=Stored(0))
         for use in (fp.step, lambda: fp.save(7)):
             try:
@@ -144,3 +137,15 @@ def facade_forgets(report: Report, rank: int, discard: bool) -> list[Any]:
             except UnaskedVersionsError as error:
                 found.append(str(error))
         return [*found, fp.resume()]
+
+
+def start(report: Report, base: str) -> int:
+    """Start from nothing, save a step and end; or from what there is, and run on."""
+    report("starting")
+    with Flashpoint(base) as fp:
+        step = fp.track(value=Stored(1)).resume()
+        report("resumed", step)
+        if step:
+            threading.Event().wait()
+        fp.save(1)
+    return step

@@ -20,7 +20,7 @@ from ml_flashpoint import events
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.copying import Copies
-from ml_flashpoint.engine.recovery import Found, Recovery, tier_of
+from ml_flashpoint.engine.recovery import Found, Recovery
 from ml_flashpoint.engine.sidecars import sidecar_items, sidecar_labels
 from ml_flashpoint.format.errors import FlashpointError, UnreadableError
 from ml_flashpoint.format.names import SaveId
@@ -190,8 +190,8 @@ def recover_and_save(job: Job, plan: Plan) -> dict[str, Any]:
                 found = job.recovery.find(plan.wanted, excluded=excluded)
             if found is not None:
                 told["found"], told["values"] = tuple(found.save), job.values(found)
-                told["tier"] = tier_of(found)
             report = job.recovery.report or events.VersionRecovered()
+            told["tier"] = report.tier
             told["fetched"], told["tries"] = report.fetched_bytes, report.tries
         else:
             found = None

@@ -5,6 +5,7 @@ Owns what one rank does; functions are for `tests.support.forked.Team`. They ret
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -20,7 +21,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 from ml_flashpoint import Config, Flashpoint, rest_of_epoch
 from ml_flashpoint.format.errors import FlashpointError
 from tests.support.bare_trainer import bare_trainer
-from tests.workers.distributed_training import base
+from tests.support.forked import said
+from tests.support.loops import Stored
+from tests.support.worker import base_path
 
 Report = Callable[..., None]
 EPOCHS = 2
@@ -33,27 +36,14 @@ def several(report: Report, rank: int, calls: list[tuple[str, str, Any]]) -> lis
         calls: the name of a function, the name of a base container of its own, and the function's other arguments.
     """
     torch.set_num_threads(1)
-    folder, results = base().parent, []
+    folder, results = base_path().parent, []
     for function, name, args in calls:
         os.environ["FLASHPOINT_TEST_BASE"] = str(folder / name)
         results.append(globals()[function](report, rank, *args))
     return results
 
 
-class Kept:
-    """Something with a state."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
-class Looped(Kept):
+class Looped(Stored):
     """Something with a state that one can loop over."""
 
     def __iter__(self) -> Iterator[int]:
@@ -84,7 +74,7 @@ def _tracked(rank: int, states: dict[str, list[Any]], seed: int) -> dict[str, An
         "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1),
         "noise": torch.Generator().manual_seed(1000 * seed + 500 + rank),
         "order": torch.Generator().manual_seed(seed),
-        **{name: kinds.get(name, Kept)(values[rank % len(values)]) for name, values in states.items()},
+        **{name: kinds.get(name, Stored)(values[rank % len(values)]) for name, values in states.items()},
     }
 
 
@@ -103,7 +93,7 @@ def _drawn(tracked: dict[str, Any]) -> list[float]:
 def save(report: Report, rank: int, states: dict[str, list[Any]], step: int = 3, change: str = "raise") -> list[float]:
     """Resumes and saves a step; what the generators give afterwards."""
     tracked = _tracked(rank, states, 1)
-    with Flashpoint(base(), strict=True, deadline_s=60, on_world_size_change=change) as fp:
+    with Flashpoint(base_path(), strict=True, deadline_s=60, on_world_size_change=change) as fp:
         fp.track(**tracked).resume()
         _train(tracked)
         fp.save(step)
@@ -143,7 +133,7 @@ def load(
         return 0
 
     before = _weight(tracked)
-    with Flashpoint(base(), deadline_s=60, on_world_size_change=change) as fp:
+    with Flashpoint(base_path(), deadline_s=60, on_world_size_change=change) as fp:
         own = {name: each for name, each in tracked.items() if name in states}
         fp.track(**{name: each for name, each in tracked.items() if name not in states})
         fp.track(**own, reshard=functions)
@@ -197,7 +187,7 @@ def epochs(
     sampler: DistributedSampler[int] = DistributedSampler(Numbers(size), seed=7, drop_last=drop_last)
     loader = _loader(kind, sampler, size, drop_last)
     seen: list[tuple[int, list[int]]] = []
-    with Flashpoint(base(), strict=True, deadline_s=60) as fp:
+    with Flashpoint(base_path(), strict=True, deadline_s=60) as fp:
         fp.track(model=model, optimizer=optimizer)
         fp.track(loader=loader, reshard={"loader": rest_of_epoch})
         fp.resume()
@@ -215,53 +205,45 @@ def epochs(
     return seen
 
 
-def undecided_loader(report: Report, rank: int, size: int, change: str) -> str | int:
-    """Resumes with a loader, and no function for it; the error, or the step."""
-    loader = DataLoader(Numbers(size), batch_size=2, sampler=DistributedSampler(Numbers(size), seed=7))
-    model = DistributedDataParallel(nn.Linear(1, 1))
-    with Flashpoint(base(), deadline_s=60, on_world_size_change=change) as fp:
-        fp.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), loader=loader)
-        try:
-            return fp.resume()
-        except FlashpointError as error:
-            return f"{type(error).__name__}: {error}"
-
-
-def other_loader(report: Report, rank: int, size: int, distributed: bool) -> str | int:
-    """Resumes with `rest_of_epoch` and a loader that it is not for, or that was not."""
-    sampler = DistributedSampler(Numbers(size), seed=7) if distributed else None
-    loader = DataLoader(Numbers(size), batch_size=2, sampler=sampler)
-    model = DistributedDataParallel(nn.Linear(1, 1))
-    with Flashpoint(base(), deadline_s=60) as fp:
+@contextlib.contextmanager
+def _resuming(
+    size: int, *, is_distributed: bool = True, reshard: Any = rest_of_epoch, change: str = "raise"
+) -> Iterator[tuple[Flashpoint, Any]]:
+    """A façade that tracks a loader, and the loader."""
+    sampler = DistributedSampler(Numbers(size), seed=7) if is_distributed else None
+    loader, model = _loader("plain", sampler, size, False), DistributedDataParallel(nn.Linear(1, 1))
+    with Flashpoint(base_path(), deadline_s=60, on_world_size_change=change) as fp:
         fp.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
-        fp.track(loader=loader, reshard=rest_of_epoch)
-        try:
-            if step := fp.resume():
-                return step
-        except FlashpointError as error:
-            return f"{type(error).__name__}: {error}"
+        yield fp.track(loader=loader, reshard=reshard), loader
+
+
+def undecided_loader(report: Report, rank: int, size: int, change: str) -> Any:
+    """Resumes with a loader, and no function for it; the error, or the step."""
+    with _resuming(size, reshard=None, change=change) as (fp, _):
+        return said(fp.resume)
+
+
+def other_loader(report: Report, rank: int, size: int, is_distributed: bool) -> Any:
+    """Resumes with `rest_of_epoch` and a loader that it is not for, or that was not."""
+    with _resuming(size, is_distributed=is_distributed) as (fp, loader):
+        if found := said(fp.resume):
+            return found
         for _ in zip(range(2), fp.batches(loader), strict=False):
             fp.step()
             fp.wait()
         return 0
 
 
-def other_epoch(report: Report, rank: int, size: int, begin: bool = False) -> str:
+def other_epoch(report: Report, rank: int, size: int, begin: bool = False) -> Any:
     """Resumes in the midst of an epoch and sets another one; the error. With ``begin``, it saves once more before."""
-    loader = _loader("plain", DistributedSampler(Numbers(size), seed=7), size, False)
-    model = DistributedDataParallel(nn.Linear(1, 1))
-    with Flashpoint(base(), deadline_s=60) as fp:
-        fp.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
-        fp.track(loader=loader, reshard=rest_of_epoch).resume()
+    with _resuming(size) as (fp, loader):
+        fp.resume()
         if begin:
             iter(fp.batches(loader))
             fp.save()
             return ""
-        loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
-        try:
-            return f"given {list(fp.batches(loader))}"
-        except FlashpointError as error:
-            return f"{type(error).__name__}: {error}"
+        loader.sampler.set_epoch(1)
+        return said(lambda: f"given {list(fp.batches(loader))}")
 
 
 # ---- Lightning ------------------------------------------------------------------------------------------------
@@ -279,16 +261,15 @@ def dictionary(
         "loops": {"done": 4, "fit_loop": {"state_dict": {"combined_loader": place}}},
     }
     options: Any = {"deadline_s": 60, "on_world_size_change": change, "sigterm_grace_s": None}
-    with TrainerFlashpoint(str(base()), sharded=False, config=Config(**options), strict=True) as flashpoint:
+    with TrainerFlashpoint(str(base_path()), sharded=False, config=Config(**options), strict=True) as flashpoint:
         flashpoint.attach(bare_trainer(lambda: dict(checkpoint)))
         path = flashpoint.find(None, may_fall_back=False)
         if path is None:
             flashpoint.save(4)
             assert flashpoint.wait(60)
             return None
-        try:
-            loaded = flashpoint.load(str(path))
-        except FlashpointError as error:
-            return f"{type(error).__name__}: {error}"
+        loaded = said(lambda: flashpoint.load(str(path)))
+        if isinstance(loaded, str):
+            return loaded
         assert torch.equal(loaded["state_dict"]["weight"], torch.arange(50.0))
         return loaded["loops"]["done"], loaded["callbacks"]["mean"]["total"].item()

@@ -8,11 +8,12 @@ of a `tests.support.cluster.Cluster`; its functions are for children of `tests.s
 from __future__ import annotations
 
 import argparse
-import hashlib
+import atexit
 import logging
 import random
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ml_flashpoint import Flashpoint
+from tests.support import worker
+from tests.support.sharded import gathered
+from tests.support.state_digest import digest
 
 Report = Callable[..., None]
 
@@ -108,26 +111,20 @@ class Job:
         Args:
             shared: only of what is the same whatever the number of ranks.
         """
-        found = {f"model.{name.removeprefix('module.')}": _digest(t) for name, t in self.model.state_dict().items()}
+        found = {
+            f"model.{name.removeprefix('module.')}": digest(gathered(t)) for name, t in self.model.state_dict().items()
+        }
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
-                found[f"optimizer.{name.removeprefix('module.')}.{key}"] = _digest(value)
+                found[f"optimizer.{name.removeprefix('module.')}.{key}"] = digest(gathered(value))
         found["scheduler"] = repr(self.scheduler.state_dict())
         found["groups"] = repr([{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups])
         if not shared:
             found["data"] = f"{self.data.position} {self.data.order.tolist()}"
-            found["python"] = hashlib.sha256(repr(random.getstate()).encode()).hexdigest()
-            found["numpy"] = hashlib.sha256(repr(np.random.get_state(legacy=True)).encode()).hexdigest()
-            found["torch"] = _digest(torch.get_rng_state())
+            found["python"] = digest(random.getstate())
+            found["numpy"] = digest(np.random.get_state(legacy=True))
+            found["torch"] = digest(torch.get_rng_state())
         return found
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    whole = tensor.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
-    content = whole.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(f"{whole.dtype} {tuple(whole.shape)}".encode() + content).hexdigest()
 
 
 def undisturbed(steps: int, kind: str = "plain", seed: int = 0) -> dict[str, str]:
@@ -138,22 +135,48 @@ def undisturbed(steps: int, kind: str = "plain", seed: int = 0) -> dict[str, str
     return job.digests()
 
 
-# ---- for children of tests.support.forked ---------------------------------------------------------------------
+def train(report: Report, base: Path | str, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Train up to ``steps``, from wherever it can, saving every step. Return what was found, and what came of it.
 
-
-def train(report: Report, base: str, steps: int, pace_s: float = 0.0) -> dict[str, str]:
-    """Trains up to `steps`, from wherever it can, saving every step."""
-    job = Job()
-    with Flashpoint(base, deadline_s=30) as fp:
+    Args:
+        options: of the `Job` and of the `Flashpoint`.
+    """
+    torch.set_num_threads(1)
+    options = {"deadline_s": 60, **options}
+    job = Job(**{name: options.pop(name) for name in ("kind", "seed", "width") if name in options})
+    with Flashpoint(base, **options) as fp:
         step = fp.track(**job.tracked).resume()
-        report("resumed", step)
+        recovery = fp.last_recovery
+        assert recovery is not None
+        found = job.digests(shared=True) if step else {}
+        report("resumed", step, recovery.source)
         while step < steps:
             job.step()
             step = fp.step()
             fp.wait()
-            report("step", step)
-            time.sleep(pace_s)
-    return job.digests()
+            report("step", step, fp.health.persisted, fp.last_replicated)
+        assert fp.wait() or not options.get("strict")
+        replicated, bytes_saved = fp.last_replicated, fp.health.bytes
+    return {
+        "recovery": asdict(recovery),
+        "found": found,
+        "shared": job.digests(shared=True),
+        "digests": job.digests(),
+        "replicated": replicated,
+        "bytes": bytes_saved,
+    }
+
+
+def exit_without_closing(report: Report, base: str, url: str, forgets: bool) -> None:
+    """Save, and end. ``forgets`` what the parent registered, as children of multiprocessing do since Python 3.13."""
+    if forgets:
+        atexit._clear()
+    fp = Flashpoint(base, persist=url)
+    fp.track(**Job().tracked).resume()
+    for _ in range(3):
+        fp.step()
+        fp.wait()
+    atexit._run_exitfuncs()  # which a child of multiprocessing does not
 
 
 # ---- as a rank of a cluster -----------------------------------------------------------------------------------
@@ -165,30 +188,22 @@ def gate_of(root: Path, step: int) -> Path:
 
 
 def main() -> None:
-    from tests.support.worker import base_path, leave, report
-
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", default="plain")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--gates", default="", help="steps to stop after until their files are there, by commas")
-    options = parser.parse_args()
+    given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    torch.set_num_threads(1)
+
+    def told(what: str, step: int, _: Any, replicated: int | None = None) -> None:
+        worker.report(**{what: step, "replicated": replicated})
+        while str(step) in given.gates.split(",") and not gate_of(worker.base_path().parent.parent, step).exists():
+            time.sleep(0.05)
+
     dist.init_process_group("gloo")
-    job = Job(options.kind)
-    with Flashpoint(base_path(), deadline_s=60) as fp:
-        step = fp.track(**job.tracked).resume()
-        report(resumed=step)
-        while step < options.steps:
-            while str(step) in options.gates.split(",") and not gate_of(base_path().parent.parent, step).exists():
-                time.sleep(0.05)
-            job.step()
-            step = fp.step()
-            fp.wait()
-            report(step=step, replicated=fp.last_replicated)
-    report(digests=job.digests())
+    worker.report(digests=train(told, worker.base_path(), given.steps, {"kind": given.kind})["digests"])
     dist.destroy_process_group()
-    leave()
+    worker.leave()
 
 
 if __name__ == "__main__":

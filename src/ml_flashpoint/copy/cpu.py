@@ -79,9 +79,7 @@ def threads_for(nbytes: int) -> int:
 
 
 def copy_all(
-    targets: Sequence[torch.Tensor],
-    sources: Sequence[torch.Tensor],
-    pieces: Sequence[Piece] | None = None,
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], pieces: Sequence[Piece] | None = None
 ) -> None:
     """Copy every source into its target: same shapes, any devices and strides; dtypes are converted as ``copy_`` does.
 

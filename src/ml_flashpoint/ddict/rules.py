@@ -380,6 +380,7 @@ class Rules:
         if (written or self._gone).is_above(beginning.kept, beginning.cut):
             self._orphaned = self._orphaned or beginning.error
         base, self._late = beginning.base, -1
+        self._settles_first = False  # managers hear what to keep when they begin
         self._send_back(base)
         self._discards.clear()  # it lies above
         self.committed = min(self.committed, base)

@@ -242,10 +242,7 @@ class Board:
         is_busy = self._persister_is_busy()
         with self._lock:
             verdict = leader.decide(
-                answers,
-                since_s=now - self._decided,
-                idle_s=now - self._called,
-                persister_is_busy=is_busy,
+                answers, since_s=now - self._decided, idle_s=now - self._called, persister_is_busy=is_busy
             )
             if verdict is None:
                 return False

@@ -375,7 +375,7 @@ class Checkpointer:
         if self._persister is not None:
             self._persister.heard(verdict)
         # Before a board pushes what was recovered.
-        self._copies.serve(run, board.hear, lambda: board.retained)
+        self._copies.serve(run, board.hear, lambda: board.verdict.retained)
         self.ranks.together(board.start, SaveError, "beginning the run")
         with saves.changed:  # it may have been closed meanwhile, by another thread or a signal handler
             self.check_usable()

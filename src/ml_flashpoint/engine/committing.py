@@ -259,10 +259,7 @@ def _planned(
 
 
 def _named(
-    signature: tuple[object, ...],
-    places: Iterable[tuple[str, int, torch.dtype, torch.Size]],
-    begin: int,
-    end: int,
+    signature: tuple[object, ...], places: Iterable[tuple[str, int, torch.dtype, torch.Size]], begin: int, end: int
 ) -> _Named | None:
     """Return the layout of tensors that have their places, with the others behind; None if two of them overlap."""
     kept: dict[tuple[int, torch.dtype, torch.Size], str] = {}

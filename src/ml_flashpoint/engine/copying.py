@@ -149,10 +149,7 @@ class Copies:
 
         def fetch() -> None:
             slot = _taken(pool, manifest, retained)
-            with (
-                _committing(pool, manifest, slot) as view,
-                BlockChecker(manifest.record, view, str(part)) as blocks,
-            ):
+            with _committing(pool, manifest, slot) as view, BlockChecker(manifest.record, view, str(part)) as blocks:
                 self._ask(nodes, part, lambda peer: peer.fetch(part, blocks), until, failures)
 
         retrying(fetch, until, f"fetching {part}", also=(CapacityError,))

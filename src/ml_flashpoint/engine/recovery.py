@@ -43,6 +43,7 @@ from ml_flashpoint.format.errors import (
     text_of,
 )
 from ml_flashpoint.format.knobs import recovery_deadline_s
+from ml_flashpoint.format.manifest import TABLE_LABEL
 from ml_flashpoint.format.names import CheckpointContainerId, SaveId
 from ml_flashpoint.memory.capacity import available_bytes
 from ml_flashpoint.memory.container import BaseContainer
@@ -76,8 +77,6 @@ from ml_flashpoint.stores.version_store import Version
 
 _log = logging.getLogger(__name__)
 
-TABLE_LABEL = "table"
-"""Label of manifests: name of what the ranks had agreed on about who writes what."""
 _BESIDE_MEMORY_S = 10.0
 """Seconds that the durable store is waited for where memory has a version: it mostly is the newest one."""
 _MOST_UNREAD, _MOST_TEXT, _MOST_SHOWN = 1000, 500, 8
@@ -88,11 +87,6 @@ _HINT = (
 
 Found: TypeAlias = CompleteVersion | Version
 """A version that every rank can load: in memory, or in the durable store."""
-
-
-def tier_of(found: Found | None) -> str:
-    """Return the tier that a version was found in."""
-    return "persisted" if isinstance(found, Version) else "memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +411,7 @@ class Recovery:
         if listed.unknown and not records:
             raise SaveError(f"no number can be chosen for the run: {listed.unknown}", rank=ranks.rank)
         existing, save = self.existing(reports), None if chosen is None else chosen.save
-        if tier_of(chosen) == "memory" and save not in {None, *(each.save for each in existing)}:
+        if not isinstance(chosen, Version) and save not in {None, *(each.save for each in existing)}:
             raise SaveError("the version is not whole any more: find one anew", rank=ranks.rank)
         found = [part.save for report in reports for part in report.inventory.parts]
         found.append(SaveId(listed.run, 0))  # what is not whole there must not be taken for parts of this run
@@ -585,7 +579,7 @@ class _Search:
                     fetch_s=fetch_s,
                     fetched_bytes=self.fetched_bytes,
                     tries=tries,
-                    tier=tier_of(found),
+                    tier="persisted" if isinstance(found, Version) else "memory",
                     world_size=found.world_size,
                 )
                 return found

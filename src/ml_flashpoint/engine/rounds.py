@@ -98,16 +98,9 @@ class Verdict(NamedTuple):
     def parsed(cls, found: Any) -> Verdict:
         """Return the verdict that another rank has sent, decoded from JSON. Raise `ProtocolError` if it is none."""
         try:
-            number, verified, first, total, recovered, persist, lost = found
-            return cls(
-                int(number),
-                _saves(verified),
-                _saves([first])[0],
-                int(total),
-                None if recovered is None else _saves([recovered])[0],
-                None if persist is None else _saves([persist])[0],
-                _saves(lost),
-            )
+            number, verified, first, total, *others, lost = found
+            recovered, persist = [None if each is None else _saves([each])[0] for each in others]
+            return cls(int(number), _saves(verified), _saves([first])[0], int(total), recovered, persist, _saves(lost))
         except (TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"the board has not a verdict, but {str(found)[:80]}: {error}") from error
 

@@ -33,7 +33,7 @@ from ml_flashpoint.format.errors import (
     without_frames,
 )
 from ml_flashpoint.format.knobs import seal_deadline_s
-from ml_flashpoint.format.manifest import JOB_LABEL, Manifest
+from ml_flashpoint.format.manifest import JOB_LABEL, TABLE_LABEL, Manifest
 from ml_flashpoint.format.names import MAX_STEP, CheckpointContainerId, SaveId
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.memory.slot import Slot
@@ -50,7 +50,6 @@ _T = TypeVar("_T")
 Items = Callable[[], tuple[Sequence[TensorItem], Sequence[BytesItem]]]
 """Returns the tensors and the byte items of an object, under their names."""
 
-_TABLE = "table"
 _POLL_S = 0.25
 """Seconds after which a waiting save looks for a slot."""
 
@@ -189,11 +188,7 @@ class Save:
                 _resolve(self.staged)
 
     def commit(
-        self,
-        *,
-        items: Items | None = None,
-        extra: Sequence[BytesItem] = (),
-        labels: Mapping[str, str] | None = None,
+        self, *, items: Items | None = None, extra: Sequence[BytesItem] = (), labels: Mapping[str, str] | None = None
     ) -> None:
         """Have the committing thread seal and commit what was filled; `committed` ends then. Does not wait.
 
@@ -213,7 +208,7 @@ class Save:
         assert self.id is not None
         labels[JOB_LABEL] = saves.ranks.job
         if self.terms.table:
-            labels[_TABLE] = self.terms.table
+            labels[TABLE_LABEL] = self.terms.table
         try:
             with self._working():
                 if items is not None:

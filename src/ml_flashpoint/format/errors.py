@@ -8,6 +8,7 @@ import logging
 import os
 import reprlib
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
@@ -277,9 +278,12 @@ def text_of(error: BaseException) -> str:
 
 def without_frames(error: BaseException) -> BaseException:
     """Take the tracebacks from an error that is to be kept. Their frames, those of all callers among them, would keep
-    what a save had copied, and the program's objects, until a collection."""
+    what a save had copied, and the program's objects, until a collection. Errors that are not of this package say in a
+    note where they were raised (since Python 3.11)."""
     each: BaseException | None = error
     while each is not None and each.__traceback__ is not None:  # a cause may be its own
+        if hasattr(each, "add_note") and not isinstance(each, FlashpointError):
+            each.add_note("".join(traceback.format_tb(each.__traceback__)))
         each.__traceback__ = None
         each = each.__cause__ or each.__context__
     return error

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 JOB_LABEL: Final = "job"
 """Label of a part: the job that saved it, the same on all ranks and in no other job."""
+TABLE_LABEL: Final = "table"
+"""Label of a part: name of what the ranks had agreed on about who writes what."""
 
 MAX_RECORD_BYTES: Final = 64 * 2**20
 """Largest record. As a manifest: the digests of some 50 TiB."""

@@ -48,8 +48,8 @@ class SlotRequest:
     Attributes:
         save: None for one that `Pool.name` gives its step later.
         retained: saves whose slots must not be taken.
-        of_round: True for the round's save, a copy, and a part that recovery fetches. Any other save must not take the
-            newest committed part.
+        of_round: True for the round's save, one that somebody waits for, a copy, and a part that recovery fetches. Any
+            other save must not take the newest committed part.
         spare: free slots that must be left, for a round's save that is still to come.
         may_grow: True if the pool may have more than ``keep + 1`` slots.
     """

@@ -48,9 +48,7 @@ Address: TypeAlias = tuple[str, int]
 """Host and port."""
 
 TRANSFERS: Final = Dialect(
-    purpose=b"ml_flashpoint.replication transfers",
-    errors=errors_of(errors),
-    failure=ReplicationError,
+    purpose=b"ml_flashpoint.replication transfers", errors=errors_of(errors), failure=ReplicationError
 )
 
 _LIMITS = {"idle_s": 300.0, "max_connections": 256}

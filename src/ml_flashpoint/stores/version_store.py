@@ -160,10 +160,7 @@ class VersionStore(ABC):
         return f"{self.folder_of(manifest.save)}/{manifest.object_name}"
 
     def write_part(
-        self,
-        manifest: Manifest,
-        content: Callable[[], Iterable[Buffer]],
-        moved: Callable[[], None] = lambda: None,
+        self, manifest: Manifest, content: Callable[[], Iterable[Buffer]], moved: Callable[[], None] = lambda: None
     ) -> bool:
         """Write a part, durably: its object, then its manifest. Return False if it was there already.
 

@@ -63,6 +63,11 @@ def test_the_guide(tmpfs: Path) -> None:
     assert {"latest", "global_step6", "global_step12"} <= {each.name for each in (tmpfs / "durable").iterdir()}
 
 
+def test_a_job_that_dies_between_two_epochs_skips_none(tmpfs: Path) -> None:
+    lives = [call_team(worker.batches_of_epochs, tmpfs, 2, 3, stop_at) for stop_at in (6, 12, None)]
+    assert lives == [[{0: 6}] * 2, [{1: 6}] * 2, [{2: 6}] * 2]
+
+
 def test_gradients_that_are_accumulated_are_in_no_checkpoint(tmpfs: Path) -> None:
     ((steps, error, saved),) = call_team(worker.save_while_accumulating, tmpfs, 1)
     assert steps == [0, 1, 1, 2]

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.utils.data import DataLoader
 
 from ml_flashpoint.adapter.lightning import FlashpointCallback
-from tests.support.played_device import PlayedDevice, lock_slots
+from tests.support.played_cuda import PlayedDevice, lock_slots
 from tests.support.witness import Witness
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -20,8 +20,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from ml_flashpoint.adapter.megatron.save_plan import Data, LocalPlan, Plans
 from ml_flashpoint.copy.cpu import view_identity
 from ml_flashpoint.format.errors import SaveError
-from tests.support.megatron import without_cuda
-from tests.support.megatron_states import Layout, sharded_state
+from tests.support.megatron import Layout, sharded_state, without_cuda
 
 without_cuda()
 pytestmark = pytest.mark.usefixtures("process_group")

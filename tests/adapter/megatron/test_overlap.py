@@ -20,10 +20,9 @@ from ml_flashpoint.adapter.megatron.optimizers import watch_optimizers
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.local import LocalCheckpointManager
-from tests.support.megatron import Door, without_cuda
+from tests.support.megatron import Door, assert_same_state, tensors_of, without_cuda
 from tests.support.megatron_gpt import SHARDING, Gpt, PlayedCuda
-from tests.support.megatron_states import assert_same_state, tensors_of
-from tests.support.played_device import PlayedDevice, lock_slots
+from tests.support.played_cuda import PlayedDevice, lock_slots
 
 without_cuda()
 

@@ -22,8 +22,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 
 from ml_flashpoint.adapter.megatron import releases
 from tests.support.cluster import REPOSITORY
-from tests.support.megatron import Door, without_cuda
-from tests.support.megatron_states import Layout, assert_same_state, plain, sharded_state
+from tests.support.megatron import Door, Layout, assert_same_state, plain, sharded_state, without_cuda
 
 without_cuda()
 
@@ -35,14 +34,7 @@ if "async_strategy" in _NAMES:
 
 
 def _save(door: Door, step: int, asynchronous: bool, **options: Any) -> None:
-    folder = door.version(step)
-    os.makedirs(folder)
-    strategy = options.pop("strategy", door.save_strategy)
-    state = sharded_state(Layout(), step)
-    request = dist_checkpointing.save(state, folder, strategy, async_sharded_save=asynchronous, **options)
-    if asynchronous:
-        door.queue.schedule_async_request(request)
-        door.queue.maybe_finalize_async_calls(blocking=True)
+    door.save_by_megatron(sharded_state(Layout(), step), step, asynchronous=asynchronous, **options)
     assert door.save_strategy.last_error is None
 
 

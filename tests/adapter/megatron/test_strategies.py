@@ -27,8 +27,7 @@ from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronA
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, InvalidNameError, UnaskedVersionsError
 from ml_flashpoint.memory.container import BaseContainer
-from tests.support.megatron import Door, TorchDist, check_load, without_cuda
-from tests.support.megatron_states import Layout, sharded_state
+from tests.support.megatron import Door, Layout, TorchDist, check_load, sharded_state, without_cuda
 from tests.support.tensors import OVERLAPPING
 
 without_cuda()
@@ -99,8 +98,7 @@ def test_what_megatron_core_could_not_load_is_refused_when_it_is_saved(door: Doo
     for step, (value, why) in enumerate(UNLOADABLE, 1):
         state = sharded_state(Layout(), step) | {"extra": value}
         if way == "dist_checkpointing":
-            os.makedirs(door.version(step))
-            dist_checkpointing.save(state, door.version(step), door.save_strategy)
+            door.save_by_megatron(state, step)
         else:
             door.save_megatron(state, step, asynchronous=way == "async")
         if way == "dist_checkpointing" and "common" in why:  # which has written it by now

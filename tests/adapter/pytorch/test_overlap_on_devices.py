@@ -17,7 +17,7 @@ from ml_flashpoint.adapter.pytorch.memory_stager import HAS_FUTURES, MemoryStage
 from ml_flashpoint.adapter.pytorch.staging import TensorLeaves
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
-from tests.support.played_device import PlayedDevice
+from tests.support.played_cuda import PlayedDevice
 from tests.support.tensors import assert_same, blank, clones
 
 LOCKED = 4

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
+from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointLoader, ReplicationManager
 from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError, NothingLoadableError
 from tests.support.dcp import Door
 from tests.support.forked import Report, call_team
@@ -186,6 +187,15 @@ def test_arguments_are_checked(door: Door, caplog: pytest.LogCaptureFixture) -> 
     for name in ("/tmp/job/step-5_ckpt", "/tmp/job/step-5", "step-5_ckpt", "/tmp/job"):
         for storage in (MemoryStorageReader, MemoryStorageWriter):
             assert storage.validate_checkpoint_id(name) is (name == "/tmp/job/step-5_ckpt")
+
+
+def test_a_base_container_has_one_strategy(door: Door) -> None:
+    door.save(_state(1), 1)
+    other = ReplicationManager("none")
+    other.initialize(door.objects)
+    with pytest.raises(InvalidArgumentError, match="open with another replication strategy"):
+        DefaultMLFlashpointCheckpointLoader(door.objects, other).get_latest_complete_checkpoint(door.base)
+    assert door.latest() == 1
 
 
 @pytest.mark.damages_on_purpose

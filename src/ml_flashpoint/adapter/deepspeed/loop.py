@@ -80,10 +80,13 @@ class DeepSpeedFlashpoint(Flashpoint):
         return self
 
     def batches(self, loader: Any, through: Through | None = None) -> LoaderBatches:
-        """Do as `Flashpoint.batches`. ``loader`` may be the engine's."""
+        """Do as `Flashpoint.batches`. ``loader`` may be the engine's. DeepSpeed tells its sampler no epochs, so if the
+        loaded epoch has no batch left, the first loop is the next epoch."""
         found = super().batches(self._within(loader), through)
-        is_timed = isinstance(loader, DeepSpeedDataLoader) and loader.tput_timer is not None
-        return _Timed(found, loader.tput_timer) if is_timed else found
+        if not isinstance(loader, DeepSpeedDataLoader):
+            return found
+        found = found.skipping_finished()
+        return found if loader.tput_timer is None else _Timed(found, loader.tput_timer)
 
     def _within(self, value: Any) -> Any:
         """Return the DataLoader that a DeepSpeedDataLoader makes for each epoch; other values as they are."""

@@ -150,11 +150,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
 
     @contextmanager
     def carrying(
-        self,
-        common_state: Mapping[str, Any],
-        files: Callable[[], Mapping[str, bytes]] = dict,
-        *,
-        explicit: bool = True,
+        self, common_state: Mapping[str, Any], files: Callable[[], Mapping[str, bytes]] = dict, *, explicit: bool = True
     ) -> Iterator[None]:
         """Have the save made in here keep ``common_state`` of every node, as its lowest rank has it, and further files,
         which are made on that rank only; see `save_local_aware_megatron_checkpoint`."""

@@ -87,14 +87,16 @@ class RayTrainFlashpoint(Flashpoint):
         return self
 
     def batches(self, loader: DataLoader[Any], through: Through | None = None) -> LoaderBatches:
-        """Do as `Flashpoint.batches`. Batches of a loader that Ray Train has prepared come to its device."""
+        """Do as `Flashpoint.batches`. Batches of a loader that Ray Train has prepared come to its device. If the loaded
+        epoch has no batch left, and the sampler has no ``set_epoch``, the first loop is the next epoch."""
         inner = _within(loader)
         if inner is not loader:
             if through is not None:
                 text = "cannot be used with a loader that Ray Train has prepared"
                 raise InvalidArgumentError(text, argument="through", value=through)
             through = partial(_on_device, loader)
-        return super().batches(inner, through)
+        found = super().batches(inner, through)
+        return found if hasattr(inner.sampler, "set_epoch") else found.skipping_finished()
 
     def step(self) -> int:
         """Count a step as done, and save if a save is due, or Ray is about to take a node away: see

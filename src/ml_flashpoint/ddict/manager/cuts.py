@@ -23,7 +23,15 @@ from itertools import product
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from ml_flashpoint.copy.collection import collection_paused
-from ml_flashpoint.ddict.manager.index import IndexEntry, decode_index, encode_index, join_object, split_object
+from ml_flashpoint.ddict.manager.index import (
+    IndexEntry,
+    decode_index,
+    encode_index,
+    encode_lines,
+    join_object,
+    segment_of,
+    split_object,
+)
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
 from ml_flashpoint.ddict.manager.share import CutTable, part_of
 from ml_flashpoint.ddict.manager.store import HeldPart, PartStore, ValueSlots, part_id, value_id_of
@@ -155,8 +163,11 @@ class Cuts:
     # ---- parts --------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Drop the parts that nothing needs; here and at the holders."""
+        """Drop the parts that nothing needs since a sealed cut was let go; here and at the holders."""
+        if not self._table.is_less:
+            return
         with self._building:
+            self._table.is_less = False
             needed, mine = self._table.needed() | self._values.needed_parts(), self._store.parts_of(self._manager)
             self._store.drop([part for part in mine if part.save not in needed])
             keep = tuple(part.save.text for part in mine if part.save in needed)
@@ -165,6 +176,7 @@ class Cuts:
             try:
                 self._ask(holder, DropCopies(self._manager, keep, before))
             except FlashpointError as error:
+                self._table.is_less = True
                 _log.warning("a holder keeps copies that are not needed until it can be told: %s", error)
 
     def drop_copies(self, told: DropCopies) -> None:
@@ -198,7 +210,7 @@ class Cuts:
         """Commit a snapshot, and before it every large value that is no part yet."""
         cut, before = self._table.find(number), self._table.newest_sealed(below=number)
         if cut.part is None and before is not None and before.entries == cut.entries:
-            cut.part, cut.needs = before.part, before.needs
+            cut.part, cut.needs, cut.lines, before.lines = before.part, before.needs, before.lines, []
         if cut.part is None:
             for entry in cut.entries:
                 if isinstance(entry.value, StoredValue) and entry.value.part is None:
@@ -207,7 +219,12 @@ class Cuts:
                     self._commit(ref, entry.value.slot, entry.value.size)
                     entry.value.part = ref  # its slot is the store's to free
             self._check_time(deadline)
-            cut.seal(self._write(number, cut.entries))
+            known = ((), ()) if before is None else (before.entries, before.lines)
+            lines = encode_lines(cut.entries, part_of, *known)
+            cut.seal(self._write(number, lines, segment_of(cut.entries)))
+            cut.lines = lines
+            if before is not None:
+                before.lines = []
         assert cut.part is not None
         return cut.part
 
@@ -217,9 +234,9 @@ class Cuts:
         if time.monotonic() > deadline:
             raise DeadlineError("not sealed in time", rank=self._manager)
 
-    def _write(self, number: int, entries: Sequence[Entry]) -> SaveId:
+    def _write(self, number: int, lines: Sequence[bytes], segment: Sequence[bytes]) -> SaveId:
         own = SaveId(self._next_number(), number)
-        data = join_object(*encode_index(own, self._manager, len(self._nodes), entries, part_of))
+        data = join_object(encode_index(own, self._manager, len(self._nodes), lines), segment)
         slot = self._store.take(len(data))
         try:
             slot.buffer[: len(data)] = data

@@ -1,9 +1,9 @@
 """Indices: the entries of all keys of a manager at one cut, as bytes.
 
 An index is lines of JSON: its head, then lists of entries (`IndexEntry`), with the bytes of each key as characters. Not
-all in one line, so that the thread that writes very many of them can be interrupted. Small values lie in a segment, one
-after the other; large ones are parts, or items, of their own. What is decoded is distrusted, also when its digest is
-right.
+all in one line, so that the thread that writes very many of them can be interrupted, and that lines of entries that did
+not change need not be written again. Small values lie in a segment, one after the other, in the order of their entries;
+large ones are parts, or items, of their own. What is decoded is distrusted, also when its digest is right.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ml_flashpoint.format.errors import DamagedError, FlashpointError
 from ml_flashpoint.format.names import SaveId
 
 _LENGTH: Final = struct.Struct("<Q")
-_FORMAT: Final = 6
+_FORMAT: Final = 7
 _ROWS: Final = 1000  # most in a line
 _to_json: Final = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -64,41 +64,60 @@ def _head(own: SaveId, manager: int, managers: int) -> str:
     return _to_json({"format": _FORMAT, "checkpoint": own.step, "manager": manager, "managers": managers})
 
 
-def encode_index(
-    own: SaveId, manager: int, managers: int, entries: Iterable[Entry], part_of: Callable[[StoredValue], SaveId]
-) -> tuple[bytes, list[bytes]]:
-    """Return the index of entries, and its segment. ``own``: the part that both are in, of one manager of so many.
-    ``part_of``: the part that a large value is."""
-    rows: list[tuple[Any, ...]] = []
-    segment: list[bytes] = []
-    offset = 0
-    for entry in entries:
-        value, head = entry.value, (entry.key.decode("latin-1"), entry.checkpoint_id, entry.writer, entry.flags)
-        if isinstance(value, InlineValue):
-            rows.append((*head, None, offset, value.nbytes))
-            segment.append(value.data)
-            offset += value.nbytes
-        elif value is not None:
-            rows.append((*head, part_of(value), 0, value.size))
-    chunks = (_to_json(rows[at : at + _ROWS]) for at in range(0, len(rows), _ROWS))
-    return "\n".join((_head(own, manager, managers), *chunks)).encode("ascii"), segment
+def encode_lines(
+    entries: Sequence[Entry],
+    part_of: Callable[[StoredValue], SaveId],
+    before: Sequence[Entry] = (),
+    known: Sequence[bytes] = (),
+) -> list[bytes]:
+    """Return the lines of an index but for its head. ``part_of``: the part that a large value is. ``known``: those of
+    the entries ``before``; lines of the same entries are taken from there."""
+    lines = []
+    for number, at in enumerate(range(0, len(entries), _ROWS)):
+        some = entries[at : at + _ROWS]
+        if number < len(known) and some == before[at : at + _ROWS]:
+            lines.append(known[number])
+        else:
+            lines.append(_to_json([_row(entry, part_of) for entry in some]).encode("ascii"))
+    return lines
+
+
+def _row(entry: Entry, part_of: Callable[[StoredValue], SaveId]) -> tuple[Any, ...]:
+    value, head = entry.value, (entry.key.decode("latin-1"), entry.checkpoint_id, entry.writer, entry.flags)
+    assert value is not None
+    return (*head, None, value.nbytes) if isinstance(value, InlineValue) else (*head, part_of(value), value.size)
+
+
+def encode_index(own: SaveId, manager: int, managers: int, lines: Sequence[bytes]) -> bytes:
+    """Return an index. ``own``: the part that it is in, of one manager of so many."""
+    return b"\n".join((_head(own, manager, managers).encode("ascii"), *lines))
+
+
+def segment_of(entries: Iterable[Entry]) -> list[bytes]:
+    """Return the small values of entries."""
+    return [entry.value.data for entry in entries if isinstance(entry.value, InlineValue)]
 
 
 def decode_index(data: memoryview, own: SaveId, manager: int, managers: int, path: str) -> list[IndexEntry]:
     """Return what `encode_index` was given. Raises `DamagedError`: it made no such data."""
+    entries: list[IndexEntry] = []
+    offset = 0
     try:
         head, *chunks = bytes(data).split(b"\n")
         if head != _head(own, manager, managers).encode("ascii"):
             raise ValueError("it is of another part, or was written by another version")
-        return [_entry_of(row) for chunk in chunks for row in json.loads(chunk)]
+        for chunk in chunks:
+            for row in json.loads(chunk):
+                entries.append(entry := _entry_of(row, offset))
+                offset += 0 if entry.part is not None else entry.length
     except (ValueError, TypeError, AttributeError, RecursionError, FlashpointError) as error:
         raise DamagedError(f"the index is not valid: {error}", path=path) from error
+    return entries
 
 
-def _entry_of(row: Sequence[Any]) -> IndexEntry:
-    key, checkpoint_id, writer, flags, part, offset, length = row
-    are_numbers = type(flags) is type(offset) is type(length) is int and offset >= 0 <= length
-    if not (are_numbers and type(writer) is str):
+def _entry_of(row: Sequence[Any], offset: int) -> IndexEntry:
+    key, checkpoint_id, writer, flags, part, length = row
+    if not (type(flags) is type(length) is int and length >= 0 and type(writer) is str):
         raise ValueError("an entry that is none")
     check_checkpoint_id(checkpoint_id)
     its = None if part is None else part_id(*part)

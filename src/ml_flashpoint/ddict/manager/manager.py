@@ -332,9 +332,8 @@ class Manager:
     def prepare(self, told: asked.Prepare) -> None:
         """See `Prepare`."""
         with self.changed:
-            is_less = self.share.prepare(told)
-        if is_less:
-            self.cuts.sweep()
+            self.share.prepare(told)
+        self.cuts.sweep()
 
     def seal(self, told: asked.Seal, deadline: float) -> Fields:
         """See `Seal`."""
@@ -345,10 +344,9 @@ class Manager:
     def settle(self, told: asked.Settle) -> None:
         """See `Settle`."""
         with self.changed:
-            is_less = self.share.settle(told)
+            self.share.settle(told)
             self.notify()
-        if is_less:
-            self.cuts.sweep()
+        self.cuts.sweep()
 
     def await_keys(self, checkpoint_id: int, deadline: float, is_gone: Callable[[], bool]) -> None:
         """See `AwaitKeys`."""

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ml_flashpoint.ddict.errors import DDictPersistError
-from ml_flashpoint.ddict.manager.index import IndexEntry, decode_index, encode_index
+from ml_flashpoint.ddict.manager.index import IndexEntry, decode_index, encode_index, encode_lines, segment_of
 from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, Entry, StoredValue, Value
 from ml_flashpoint.ddict.manager.store import VALUE_AT, ValueSlots, slot_header
 from ml_flashpoint.ddict.options import Configuration
@@ -64,11 +64,10 @@ class PersistedParts:
                 raise DDictPersistError(text, manager=self._manager, checkpoint_id=version.step)
             self._begun.add(version.save)
         step, numbers = version.step, itertools.count(1)
-        index, segment = encode_index(
-            SaveId(0, step), self._manager, version.world_size, entries, lambda value: SaveId(next(numbers), step)
-        )
+        lines = encode_lines(entries, lambda value: SaveId(next(numbers), step))
+        index = encode_index(SaveId(0, step), self._manager, version.world_size, lines)
         large = [entry.value for entry in entries if isinstance(entry.value, StoredValue)]
-        items: list[tuple[str, Buffer]] = [(_INDEX, index), (_INLINE, b"".join(segment))]
+        items: list[tuple[str, Buffer]] = [(_INDEX, index), (_INLINE, b"".join(segment_of(entries)))]
         items += [(f"{number}", value.slot.buffer[: value.size]) for number, value in enumerate(large, 1)]
         write_part(self._history.store, version, self._manager, items)
 

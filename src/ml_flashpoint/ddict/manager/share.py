@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ml_flashpoint.ddict.errors import (
@@ -35,6 +35,7 @@ class Cut:
     entries: list[Entry]  # of all keys that there are
     part: SaveId | None = None  # its snapshot, once that is sealed
     needs: frozenset[SaveId] = frozenset()  # the parts without which the snapshot cannot be read, itself among them
+    lines: list[bytes] = field(default_factory=list)  # of the index of the newest snapshot, for the next one
 
     def seal(self, part: SaveId) -> None:
         """Note its snapshot."""
@@ -49,10 +50,12 @@ def part_of(value: StoredValue) -> SaveId:
 
 
 class CutTable:
-    """The cuts of a manager, by their numbers. Thread-safe: it is never changed, but replaced, by one at a time."""
+    """The cuts of a manager, by their numbers. Thread-safe: it is never changed, but replaced, by one at a time.
+    ``is_less``: one that was sealed was let go, or may have been, so that there may be parts that nothing needs."""
 
     def __init__(self) -> None:
         self._cuts: dict[int, Cut] = {}  # ascending
+        self.is_less = True
 
     def add(self, number: int, checkpoint_id: int, entries: list[Entry]) -> Cut:
         """Have a cut."""
@@ -60,10 +63,11 @@ class CutTable:
         self._cuts = dict(sorted([*self._cuts.items(), (number, cut)]))
         return cut
 
-    def retain(self, is_wanted: Callable[[int], bool]) -> bool:
-        """Keep some cuts. Return True if one was let go of that was sealed."""
+    def retain(self, is_wanted: Callable[[int], bool]) -> None:
+        """Keep some cuts."""
         before, self._cuts = self._cuts, {each: cut for each, cut in self._cuts.items() if is_wanted(each)}
-        return any(cut.part is not None for each, cut in before.items() if each not in self._cuts)
+        gone = [cut for each, cut in before.items() if each not in self._cuts]
+        self.is_less = self.is_less or any(cut.part is not None for cut in gone)
 
     def get(self, number: int) -> Cut | None:
         """Return a cut, if it is there."""
@@ -184,24 +188,23 @@ class Share:
         self._discarded[handle] = _Discarded(epoch, told.number, told.dead)
         self.shard.rollback(handle, to)
 
-    def prepare(self, told: asked.Prepare) -> bool:
-        """Note what belongs to a cut; see `Prepare`. Return True if parts are needed no more."""
+    def prepare(self, told: asked.Prepare) -> None:
+        """Note what belongs to a cut; see `Prepare`."""
         self.check_epoch(told.epoch)
         if told.cut <= self._cut:
             raise DDictError(f"cut {self._cut} has been asked for since", manager=self.number)
-        is_less = self.table.retain(lambda each: each <= told.committed)
+        self.table.retain(lambda each: each <= told.committed)
         self.table.add(told.cut, told.checkpoint_id, self.shard.cut(told.checkpoint_id))
         self._cut, self._cut_at = told.cut, told.checkpoint_id
-        return is_less
 
-    def settle(self, told: asked.Settle) -> bool:
-        """Let go of what no one needs any more; see `Settle`. Return True if parts are needed no more."""
+    def settle(self, told: asked.Settle) -> None:
+        """Let go of what no one needs any more; see `Settle`."""
         self.check_epoch(told.epoch)
         if told.cut < self._settled:
-            return False  # the coordinator has given this request up
+            return  # the coordinator has given this request up
         self._settled = told.cut
         self.shard.retire(told.oldest)
         kept = frozenset(cut.checkpoint_id for cut in self.table.some(told.keep))
         self.shard.committed, self.shard.kept = told.committed, kept
         wanted = {*told.keep, *told.pinned}
-        return self.table.retain(lambda each: each in wanted or each > told.cut)
+        self.table.retain(lambda each: each in wanted or each > told.cut)

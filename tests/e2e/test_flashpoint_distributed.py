@@ -116,7 +116,7 @@ def test_replicated_state_is_shared_out(tmpfs: Path) -> None:
     assert max(r["bytes"] for r in several) < alone["bytes"] / 2, "each rank stages and saves a share"
 
 
-def test_shards_that_several_groups_have_alike_are_saved_once(tmpfs: Path) -> None:
+def test_shards_that_several_groups_have_alike_come_back(tmpfs: Path) -> None:
     halves = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     assert call_team(worker.save_shards_of_groups, tmpfs, 4) == [(0, 1, halves[rank % 2]) for rank in range(4)]
 

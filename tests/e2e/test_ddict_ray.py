@@ -131,9 +131,15 @@ def manager_elsewhere(cluster: RayCluster, d: DDict) -> int:
 
 
 def lose(cluster: RayCluster, d: DDict, manager: int) -> None:
-    """A machine goes with its memory."""
+    """A machine goes with its memory, and with all processes: managers and what starts them again are none of Ray's."""
     place = place_of(d, manager)
+    managers = [psutil.Process(pid) for pid in place["pids"].values()]
+    doomed = [*filter(None, (each.parent() for each in managers)), *managers]
     cluster.lose(place["node"])
+    for process in doomed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    await_ended([each.pid for each in doomed])
     shutil.rmtree(place["folder"], ignore_errors=True)
 
 

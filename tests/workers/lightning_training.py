@@ -12,6 +12,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import shutil
 import signal
 import warnings
@@ -273,7 +274,8 @@ def train(
             "precision": precision.count,
             "loader": loader.state_dict(),
             "next_random": torch.rand(2).tolist(),
-            "files": sorted(path.name for path in folder.glob("*")),
+            # One that a kill has cut short is written again by Lightning, as another version of it.
+            "files": sorted({re.sub(r"-v\d+", "", path.name) for path in folder.glob("*")}),
             "batches": model.batches,
             "restored": model.restored,
         }

@@ -31,6 +31,7 @@ from ml_flashpoint.events import (
     encode_event,
 )
 from ml_flashpoint.format.errors import InvalidArgumentError
+from tests.support.forked import call
 
 
 @dataclass
@@ -141,11 +142,7 @@ def test_a_forked_child_tells_nobody_of_its_parents(told: list[Event]) -> None:
     assert [event.step for event in told] == [1]
 
 
-def test_a_forked_child_that_ends_waits_for_its_subscribers(told: list[Event]) -> None:
-    """Also where it forgets what its parent registered, as children of multiprocessing do since Python 3.13."""
-    _verify(1)
-    assert events.flush()
-
+def _forks_a_child_that_ends(report: Callable[..., None]) -> None:
     def child() -> None:
         atexit._clear()
         goes_on, mine = threading.Event(), list[int | None]()
@@ -155,7 +152,16 @@ def test_a_forked_child_that_ends_waits_for_its_subscribers(told: list[Event]) -
             atexit._run_exitfuncs()
             assert mine == [2]
 
-    _in_child(child)
+    with events.subscribe(lambda event: None):
+        _verify(1)
+        assert events.flush()
+        _in_child(child)
+
+
+def test_a_forked_child_that_ends_waits_for_its_subscribers() -> None:
+    """Also where it forgets what its parent registered, as children of multiprocessing do since Python 3.13. In a
+    process of its own: what other tests have loaded does not survive a fork that forgets what was registered."""
+    call(_forks_a_child_that_ends)
 
 
 # ---- the file -------------------------------------------------------------------------------------------------

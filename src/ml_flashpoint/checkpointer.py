@@ -134,7 +134,7 @@ class Checkpointer(engine.Checkpointer):
 
         Args:
             step: higher than the steps saved before in this run. For the step that was saved last, return that save;
-                if it was skipped or failed on some rank, save it in a new run that continues from the newest version.
+                if it was skipped, failed or passed over, save it in a new run that continues from the newest version.
             state: the objects to save, by name.
             explicit: if no slot is free, wait for one, up to the deadline of the save. False: skip the save at once.
 
@@ -173,7 +173,7 @@ class Checkpointer(engine.Checkpointer):
     def _save(self, name: SaveId, tracked: TrackedState, *, explicit: bool) -> Save:
         step = name.step
         if name == self._attempted or not name.run:
-            if (last := self._already(name)) is not None:
+            if (last := self._already(name, explicit=explicit)) is not None:
                 return last
             name = SaveId(self.run, step)
         self._attempted = max(name, self._attempted)
@@ -207,12 +207,14 @@ class Checkpointer(engine.Checkpointer):
             raise
         return save
 
-    def _already(self, name: SaveId) -> Save | None:
-        """Return the save of this name, if it has not failed on any rank. Else a new run begins. Collective."""
+    def _already(self, name: SaveId, *, explicit: bool) -> Save | None:
+        """Return the save of this name, if it has not failed on any rank, nor was passed over where somebody waits for
+        it now. Else a new run begins. Collective."""
         last, is_there = self._last, False
         if last is not None and last.id == name:
             futures.wait([last.committed], self.deadline_s)  # it may have no slot in the end
             is_there = not last.committed.done() or last.committed.exception() is None
+            is_there = is_there and (not explicit or last.ask())
         if self.ranks.all_ok(is_there):
             return last
         self.latest()

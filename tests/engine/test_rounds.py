@@ -105,9 +105,15 @@ def test_what_is_lost_stays_so_where_an_older_save_is_verified() -> None:
     assert member.verdict == Verdict(2, (SaveId(1, 20),), SaveId(1, 31), total=1, lost=(SaveId(1, 30),))
 
 
-def test_somebody_who_waits_for_a_save_gets_the_next_round() -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_somebody_who_waits_for_a_save_gets_the_next_round(is_late: bool) -> None:
     member = Member(Verdict(4, (SaveId(1, 10),), SaveId(1, 50)), keep=Keep(1))
-    member.call(SaveId(1, 20), explicit=True)
+    member.call(SaveId(1, 20), explicit=not is_late)
+    if is_late:  # it was a loop's save
+        assert Leader(member, ranks=2).decide([]) is None
+        member.ask(SaveId(1, 20))
+        member.ask(SaveId(1, 20))
+        assert member.explicit == [SaveId(1, 20)]
     verdict = Leader(member, ranks=2).decide([])
     assert verdict == Verdict(5, (SaveId(1, 10),), SaveId(1, 20))
 

@@ -120,8 +120,10 @@ def test_a_step_is_saved_once_unless_its_save_failed(base: Path) -> None:
     state = job()
     with Checkpointer(base) as ckpt:
         ckpt.load(state)
-        save = ckpt.save(1, state)
+        save = ckpt.save(1, state, explicit=False)
+        assert not save.terms.explicit
         assert ckpt.save(1, state) is save
+        assert save.terms.explicit, "somebody waits for it now"
         state["counter"].tokens = -1
         failed = ckpt.save(2, state)
         for future in (failed.staged, failed.committed, failed.verified):

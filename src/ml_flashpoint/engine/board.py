@@ -105,6 +105,12 @@ class Board:
             self._called = time.monotonic()
         self._news.set()
 
+    def ask(self, save: SaveId) -> None:
+        """See `Member.ask`."""
+        with self._lock:
+            self._member.ask(save)
+        self._news.set()
+
     def request(self, save: SaveId | None, *, explicit: bool = False) -> SlotRequest:
         """See `Member.request`."""
         with self._lock:

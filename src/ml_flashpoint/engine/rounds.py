@@ -187,6 +187,11 @@ class Member:
         if self.target is None and save >= self.verdict.first:
             self.target = save
 
+    def ask(self, save: SaveId) -> None:
+        """Record that somebody waits for the save that was called last, and may have been a loop's."""
+        if save in self.calls and save not in self.explicit and save > self.verdict.newest:
+            self.explicit.append(save)
+
     @property
     def retained(self) -> frozenset[SaveId]:
         """The saves whose parts this rank retains: those of the newest verdict, and the round's. If this rank has no

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -130,6 +130,14 @@ class Save:
                 self._saves.board_of_run.fail(name)
             elif self.part.slot is not None:
                 self._saves.pool.name(self.part.slot, name)
+
+    def ask(self) -> bool:
+        """Have somebody wait for this save, the last one, which may have been a loop's. Return False if it was passed
+        over before."""
+        self.terms = replace(self.terms, explicit=True)
+        if self.id is not None:
+            self._saves.board_of_run.ask(self.id)
+        return not self.verified.done() or self.verified.exception() is None
 
     def stage(
         self,
